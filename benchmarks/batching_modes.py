@@ -125,7 +125,7 @@ def record(
     same mode and workload; returns the document. `config`: all settings but the mode."""
     document: dict[str, Any] = {"format": 1, "runs": []}
     if file.exists():
-        document = json.loads(file.read_text())
+        document = json.loads(file.read_text(encoding="utf-8"))
     settings = {
         key: value for key, value in dataclasses.asdict(config).items() if value is not None
     }
@@ -136,7 +136,7 @@ def record(
         new = {(run["workload"], run["mode"]) for run in runs}
         old = [run for run in document["runs"] if (run["workload"], run["mode"]) not in new]
         document["runs"] = old + runs
-        file.write_text(json.dumps(document) + "\n")
+        file.write_text(json.dumps(document) + "\n", encoding="utf-8")
     return document
 
 

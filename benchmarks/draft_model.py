@@ -95,7 +95,9 @@ def write(folder: Path) -> None:
         for each in layers[:number]:
             tensors |= each
         save_file(tensors, place / "model.safetensors")
-        (place / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": number}))
+        (place / "config.json").write_text(
+            json.dumps({**CONFIG, "num_hidden_layers": number}), encoding="utf-8"
+        )
 
 
 def rate(llm: LLM, num_streams: int, number: int, speculation: bool) -> float:

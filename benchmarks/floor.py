@@ -64,7 +64,7 @@ def main() -> None:
             f" {statistics.median(prefill['share_of_stock']):.1%} of torch's"
         )
     if options.json:
-        with open(options.json, "w") as file:
+        with open(options.json, "w", encoding="utf-8") as file:
             json.dump({"model": options.model, **found}, file, indent=1)
 
 

@@ -60,13 +60,16 @@ def table(document: dict[str, Any]) -> str:
 def main() -> None:
     """Write the page."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    documents = [json.loads(p.read_text()) for p in sorted((HERE / "results").glob("gpu-*.json"))]
+    documents = [
+        json.loads(p.read_text(encoding="utf-8"))
+        for p in sorted((HERE / "results").glob("gpu-*.json"))
+    ]
     kinds = ("H100", "H200")
     measured = {(kind, d["model"]) for d in documents for kind in kinds if kind in d["gpu"]}
     missing = [f"{model} on {kind}" for kind, model in WANTED if (kind, model) not in measured]
-    text = (HERE / "gpu.template.md").read_text()
+    text = (HERE / "gpu.template.md").read_text(encoding="utf-8")
     text = text.replace("{{tables}}", "\n\n".join(map(table, documents)))
-    PAGE.write_text(text.replace("{{unmeasured}}", "; ".join(missing)))
+    PAGE.write_text(text.replace("{{unmeasured}}", "; ".join(missing)), encoding="utf-8")
 
 
 if __name__ == "__main__":

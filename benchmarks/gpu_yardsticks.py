@@ -119,14 +119,16 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this measures a GPU, and torch finds no CUDA device here")
-    document = json.loads(options.json.read_text()) if options.json else {"rows": []}
+    document = (
+        json.loads(options.json.read_text(encoding="utf-8")) if options.json else {"rows": []}
+    )
     for row in yardstick_rows(options.folder, torch.device("cuda")):
         value = "unmeasured" if row.measured is None else f"{row.measured:,.3f} {row.unit}"
         print(f"{row.what}: {value}", flush=True)
         others = [each for each in document["rows"] if each["key"] != row.key]
         document["rows"] = [*others, row.as_dict()]
     if options.json:
-        options.json.write_text(json.dumps(document))
+        options.json.write_text(json.dumps(document), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ print(seconds, before, high_water())
 def run(code: str, folder: Path) -> list[float]:
     """Runs a program on a folder; returns the numbers that it prints."""
     command = [sys.executable, "-c", code, str(folder)]
-    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    result = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8")
     return [float(word) for word in result.stdout.split()]
 
 

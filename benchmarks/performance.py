@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.bench.report import write_report
+from infer.engine.build import exactness
 
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results", HERE.parent / "docs" / "performance.md"
@@ -44,7 +45,7 @@ WANTED_SHARE = 1 / 5
 
 
 def load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / name).read_text())
+    return json.loads((RESULTS / name).read_text(encoding="utf-8"))
 
 
 def rate(document: dict[str, Any], engine: str, case: str) -> float:
@@ -250,7 +251,7 @@ def main() -> None:
     """Write the page and its plots."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     PLOTS.mkdir(exist_ok=True)
-    text = (HERE / "performance.template.md").read_text()
+    text = (HERE / "performance.template.md").read_text(encoding="utf-8")
     for name in ("peers", "zen4", "avx2", "icelake"):
         documents = [load(file.name) for file in sorted(RESULTS.glob(f"{name}-*.json"))]
         plot_peers(documents, PLOTS / f"{name}.png")
@@ -262,12 +263,13 @@ def main() -> None:
         sections.append(f"Not recorded yet: {missing}.\n")
     text = text.replace("{{batching}}", "\n".join(sections))
     text = text.replace("{{plans}}", plans())
+    text = text.replace("{{exactness}}", exactness.table())
     text = text.replace("{{modes-zen4}}", summaries(sorted(RESULTS.glob("modes-zen4-*.json"))))
     while "{{" in text:
         before, _, rest = text.partition("{{")
         call, _, after = rest.partition("}}")
         text = before + compared(*call.split()) + after
-    PAGE.write_text(text)
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -44,12 +44,14 @@ def server(folder: Path, num_seats: int = 8, *options: str) -> Iterator[Served]:
         f"sqlite:///{folder / 'sessions.db'}",
         *options,
     ]
-    with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=ENV, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as process:
         try:
             assert process.stdout is not None
-            found = re.search(r"http://[0-9.]+:([0-9]+)", process.stdout.readline())
+            found = re.search(r"http://[0-9.]+:[0-9]+", process.stdout.readline())
             assert found, "the server did not start"
-            yield Served(process, int(found[1]))
+            yield Served(process, found[0])
         finally:
             process.terminate()
 

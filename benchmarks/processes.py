@@ -32,7 +32,13 @@ class Server:
     def __init__(self, options: list[str], stack: ExitStack) -> None:
         command = [sys.executable, "-m", "infer.server", "--port", "0", *options]
         self.process = stack.enter_context(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+            )
         )
         stack.callback(self.process.terminate)
         assert self.process.stdout is not None
@@ -43,12 +49,14 @@ class Server:
         """The CPU time of the server's process and of its engine's until now, in seconds."""
         own, below = _cpu_s(self.process.pid), 0.0
         for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            below += sum(_cpu_s(int(pid)) for pid in (task / "children").read_text().split())
+            below += sum(
+                _cpu_s(int(pid)) for pid in (task / "children").read_text(encoding="utf-8").split()
+            )
         return own, below
 
 
 def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 

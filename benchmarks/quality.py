@@ -1,163 +1,339 @@
-"""What narrower numbers cost in quality: `python benchmarks/quality.py [DOCUMENTS]`.
+"""What the formats of weights cost in quality: `python benchmarks/quality.py [MODEL]`.
 
-The shipped model reads held-out documents of its grammar, teacher-forced: in float32, in bfloat16,
-with int8 and int4 layers, with the blocks of GGUF files (Q8_0, Q4_K_M) and the numbers of these in
-float32, and with keys and values in int8 where the CPU has the instructions. The
-table has the loss, the perplexity, the divergence from bfloat16's distributions (KL), and how often
-the most probable token is the same.
+MODEL is a checkpoint as everywhere (default: the shipped model). The engine reads the tokens of a
+text, teacher-forced, in windows. The table has for each of `--formats`: the perplexity, also
+relative to float32's; the deviation of the log-probabilities of the text's tokens from float32's,
+root mean square; the share of positions at which the most probable token is not float32's; the
+bytes of the weights; and, with `--speed`, the tokens per second of 1 and 32 streams. The text is
+quality_text.txt, which is from this repository's documentation, and for the shipped model held-out
+documents of its grammar. With `--llamacpp` llama.cpp reads the same ids from the same files, where
+`--llamacpp-python` has `llama-cpp-python`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import json
 import math
+import random
+import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import gguf
 import numpy as np
-import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize, quantize
-from k_quants import kind_of, q4_k, q6_k
-from safetensors.torch import load_file
-from torch import Tensor
+from gguf import GGMLQuantizationType as Q
+from k_quants import q4_k, q6_k
 
-from infer.attention.cpu import NativeBackend
-from infer.attention.layout import BatchLayout
+from infer import LLM, SamplingParams
+from infer.config import EngineConfig
+from infer.engine.build.assemble import plan_for
 from infer.engine.build.checkpoint import find_checkpoint
-from infer.kernels.blocks import BlockWeight
-from infer.kernels.loader import int8_cache_obstacle
-from infer.kernels.rotary import QKRotation
-from infer.models.hub import SHIPPED_FOLDER
-from infer.models.model import Model, build_model
-from infer.models.model_config import ModelConfig
-from infer.models.weights import WeightSource
-from infer.runner.kv_storage import KVStorage
+from infer.models.hub import locate
 from infer.text.tokenizer import Tokenizer
 
 sys.path.append(str(Path(__file__).parent.parent / "training"))
 from grammar import documents
 
+HERE = Path(__file__).parent
 
-def dense(layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None) -> Tensor:
-    """An attention backend for one whole sequence, causal."""
-    if turn is not None:
-        q, k = turn(q, k)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-    return out.squeeze(0).transpose(0, 1)
+TEXT = HERE / "quality_text.txt"
+OWN: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "int8"},
+    "int4": {"dtype": "int4"},
+    "blocks": {"dtype": "auto"},
+}
+"""The engine's own formats and the settings that choose them."""
+REWRITTEN = ("f32", "q8_0", "q4_0", "q4_k")
+"""Types of blocks to which a GGUF file's numbers are rounded anew, as a file that engines read."""
+CACHE = "+kv8"
+"""What follows the name of a format for keys and values in int8."""
+SPEED_TOKENS = (128, 64)
+"""Lengths of the prompts and of the answers whose speed is measured."""
 
 
-class Int8Cache:
-    """The native attention with keys and values in int8, for one whole sequence."""
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What a model says of the tokens of the text, in their order."""
 
-    def __init__(self, config: ModelConfig, most: int) -> None:
-        num_pages = -(-most // 16) + 1
-        storage = KVStorage(config, num_pages, 16, dtype=torch.int8, device=torch.device("cpu"))
-        self.backend = NativeBackend(
-            storage.keys, storage.values, num_heads=config.num_heads, scale=config.attention_scale
+    logprobs: np.ndarray
+    """float64 [n]: of the text's own tokens"""
+    best: np.ndarray
+    """int64 [n]: the most probable token at each position"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table."""
+
+    engine: str
+    format: str
+    perplexity: float
+    relative: float
+    """perplexity / float32's - 1"""
+    error: float
+    """root mean square of the log-probabilities' differences from float32's"""
+    wrong: float
+    """share of positions with another most probable token than float32's"""
+    num_bytes: int
+    speeds: tuple[float, ...] = ()
+    """tokens per second of 1 and 32 streams; empty: not measured"""
+
+
+def windows_of(model: str | None, text: Path, num_tokens: int, width: int) -> list[list[int]]:
+    """The text's tokens, cut into windows of `width` scored tokens that each begin anew."""
+    tokenizer = Tokenizer(find_checkpoint(model).text())
+    if model is None:
+        encoded = (
+            tokenizer.encode(each, add_special_tokens=False, parse_special_tokens=True)
+            for each in documents("heldout", 0, num_tokens)
+        )
+        found, left = [], num_tokens
+        while left > 0:
+            found.append(next(encoded)[: left + 1])
+            left -= len(found[-1]) - 1
+        return found
+    before = tokenizer.encode("")  # BOS, if the model has one: else the first token is not scored
+    ids = tokenizer.encode(text.read_text(encoding="utf-8"), add_special_tokens=False)
+    if len(ids) <= num_tokens:
+        raise SystemExit(f"{text} has only {len(ids)} tokens; --tokens must be less")
+    first, last = (0, num_tokens) if before else (1, num_tokens + 1)
+    starts = range(first, last, width)
+    return [[*before, *ids[i - first : min(i + width, last)]] for i in starts]
+
+
+@contextlib.contextmanager
+def settings_of(model: str | None, name: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """The settings of the engine for a format."""
+    weights = name.removesuffix(CACHE)
+    chosen: dict[str, Any] = {"model": model, "kv_cache_dtype": "int8"}
+    if weights == name:
+        chosen["kv_cache_dtype"] = "model"
+    if weights in OWN:
+        yield chosen | OWN[weights]
+    else:
+        with rewritten(model, weights, folder) as file:
+            yield chosen | {"model": str(file)}
+
+
+@contextlib.contextmanager
+def rewritten(model: str | None, kind: str, folder: Path) -> Iterator[Path]:
+    """A copy of a GGUF file in which the matrices are of another kind."""
+    path = locate(model)[0]
+    if kind not in REWRITTEN or path.suffix != ".gguf":
+        known = ", ".join([*OWN, *(REWRITTEN if path.suffix == ".gguf" else ())])
+        raise SystemExit(f"{kind!r} is no format of {path.name} (there are: {known})")
+    target = folder / f"{path.stem}-as-{kind}.gguf"
+    write_as(path, kind, target)
+    try:
+        yield target
+    finally:
+        target.unlink()
+
+
+def write_as(path: Path, kind: str, target: Path) -> None:
+    """Write a GGUF file's numbers in another kind, with the types that llama.cpp would choose."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(target, str(reader.fields["general.architecture"].contents()))
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            outer, *inner = field.types
+            writer.add_key_value(field.name, field.contents(), outer, inner[0] if inner else None)
+    for tensor in reader.tensors:
+        numbers = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        chosen = kind_for(kind, tensor.name, numbers.shape)
+        by_hand = {Q.Q4_K: q4_k, Q.Q6_K: q6_k}.get(chosen)
+        rows = gguf.quants.quantize(numbers, chosen) if by_hand is None else by_hand(numbers)
+        writer.add_tensor(tensor.name, rows, raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def kind_for(kind: str, name: str, shape: tuple[int, ...]) -> Q:
+    """The type of one tensor: heads are finer, and rows that no block divides have another type."""
+    if len(shape) < 2 or kind == "f32":
+        return Q.F32
+    is_whole = shape[-1] % 256 == 0
+    if kind == "q8_0" or (name in ("token_embd.weight", "output.weight") and not is_whole):
+        return Q.Q8_0
+    if name in ("token_embd.weight", "output.weight"):
+        return Q.Q6_K
+    return Q.Q4_0 if kind == "q4_0" else Q.Q4_K if is_whole else Q.Q5_0
+
+
+class Ours:
+    """The engine in this process."""
+
+    def __init__(self, model: str | None, name: str, width: int, folder: Path) -> None:
+        self._stack = contextlib.ExitStack()
+        settings = self._stack.enter_context(settings_of(model, name, folder))
+        self.num_bytes = plan_for(EngineConfig(**settings)).weight_bytes
+        most = find_checkpoint(settings["model"]).config.max_seq_len
+        room = min(most, max(width, sum(SPEED_TOKENS)) + 8)
+        llm = LLM(**settings, max_seq_len=room, max_batch_size=32)
+        self._llm = self._stack.enter_context(llm)
+
+    def scores(self, windows: Sequence[Sequence[int]]) -> Scores:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        found = self._llm.generate([list(ids) for ids in windows], params, use_tqdm=False)
+        each = list(chain.from_iterable(output.prompt_logprobs or () for output in found))
+        return Scores(
+            np.array([one.logprob for one in each]), np.array([one.top[0][0] for one in each])
         )
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
-    ) -> Tensor:
-        if layer == 0:
-            num, slots = len(q), torch.arange(16, 16 + len(q))
-            pages = torch.arange(1, -(-num // 16) + 1)[None]
-            self.backend.plan(BatchLayout([0, num], [num], slots, pages))
-        return self.backend(layer, q, k, v, turn)
+    def seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        started = time.perf_counter()
+        self._llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        self._stack.close()
 
 
-def load(dtype: torch.dtype, quantization: str | None = None) -> Model:
-    """The shipped model, with its layers in one kind of number."""
-    checkpoint = find_checkpoint(None)
-    source = checkpoint.source(dtype, torch.device("cpu"))
-    source.quantization = quantization
-    return build_model(checkpoint.config, source, 4096)
+class Peer:
+    """llama.cpp, in a process of its own environment: peers/score_llamacpp.py."""
+
+    def __init__(
+        self, python: Path, model: str | None, name: str, width: int, folder: Path
+    ) -> None:
+        """`python`: of the environment that has it."""
+        self._stack = contextlib.ExitStack()
+        if name == "blocks":
+            file = locate(model)[0]
+        else:
+            file = self._stack.enter_context(rewritten(model, name, folder))
+        self.num_bytes = file.stat().st_size
+        command = [str(python), str(HERE / "peers/score_llamacpp.py"), str(file), str(width + 1)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True,
+        )  # fmt: skip
+
+    def ask(self, **job: Any) -> Any:
+        """The answer to one job of the protocol in the worker's file."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def scores(self, windows: Sequence[Sequence[int]]) -> Scores:
+        found = [self.ask(score=list(ids)) for ids in windows]
+        return Scores(
+            np.concatenate([each["logprobs"] for each in found]),
+            np.concatenate([each["best"] for each in found]),
+        )
+
+    def seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
+        return float(self.ask(prompts=prompts, num_tokens=num_tokens)["seconds"])
+
+    def close(self) -> None:
+        self._process.communicate()
+        self._stack.close()
 
 
-def load_blocks(kind_of_name: Callable[[str], str], *, dequantised: bool) -> Model:
-    """The shipped model with its matrices in blocks, or with the numbers of these in float32."""
-    tensors = load_file(SHIPPED_FOLDER / "model.safetensors")
+def speeds_of(engine: Ours | Peer, vocab_size: int) -> tuple[float, ...]:
+    """Tokens per second of 1 and 32 streams; the best of three runs."""
+    length, num_tokens = SPEED_TOKENS
+    made = random.Random(1)
+    found = []
+    for count in (1, 32):
+        seconds = []
+        for _ in range(3):
+            prompts = [made.choices(range(100, vocab_size), k=length) for _ in range(count)]
+            seconds.append(engine.seconds(prompts, num_tokens))
+        found.append(count * num_tokens / min(seconds))
+    return tuple(found)
 
-    @functools.cache
-    def rows_of(name: str) -> tuple[str, np.ndarray]:
-        kind, rows = kind_of_name(name), tensors[name].float().numpy()
-        if kind in ("Q4_K", "Q6_K"):
-            return kind, (q4_k if kind == "Q4_K" else q6_k)(rows)
-        return kind, quantize(rows, GGMLQuantizationType[kind])
 
-    def numbers(name: str, shape: tuple[int, ...]) -> Tensor:
-        if len(shape) != 2:
-            return tensors[name]
-        kind, rows = rows_of(name)
-        return torch.from_numpy(dequantize(rows, GGMLQuantizationType[kind]).reshape(shape).copy())
-
-    def blocks(parts: Mapping[str, tuple[int, int]], gated: bool) -> list[BlockWeight]:
-        return [
-            BlockWeight(kind, shape, rows)
-            for (kind, rows), shape in zip(map(rows_of, parts), parts.values(), strict=True)
-        ]
-
-    source = WeightSource(
-        tensors,
-        numbers,
-        dtype=torch.float32 if dequantised else torch.bfloat16,
-        device=torch.device("cpu"),
-        blocks=None if dequantised else blocks,
+def row_of(engine: str, name: str, scores: Scores, exact: Scores, num_bytes: int) -> Row:
+    """The line of a format, beside what float32 gives."""
+    perplexity, truth = (math.exp(-each.logprobs.mean()) for each in (scores, exact))
+    return Row(
+        engine,
+        name,
+        perplexity,
+        perplexity / truth - 1,
+        float(np.sqrt(np.square(scores.logprobs - exact.logprobs).mean())),
+        float((scores.best != exact.best).mean()),
+        num_bytes,
     )
-    return build_model(find_checkpoint(None).config, source, 4096)
 
 
-@torch.inference_mode()
+def shown(row: Row) -> str:
+    """A line of the table in Markdown."""
+    cells = [row.engine, row.format, f"{row.perplexity:.3f}", f"{row.relative:+.2%}",
+             f"{row.error:.4f}", f"{row.wrong:.2%}", f"{row.num_bytes / 1e6:,.1f} MB"]  # fmt: skip
+    return "| " + " | ".join([*cells, *(f"{speed:,.1f}" for speed in row.speeds)]) + " |"
+
+
+def options() -> argparse.Namespace:
+    """The program's arguments."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help="default: the shipped model")
+    formats = f"any of {', '.join([*OWN, *REWRITTEN])}; {CACHE} after a name: int8 keys and values"
+    parser.add_argument("--formats", default="bfloat16,int8,int4", help=formats)
+    parser.add_argument("--llamacpp", default="", help="the same of llama.cpp, without +kv8")
+    parser.add_argument("--llamacpp-python", type=Path, help="of an environment that has it")
+    parser.add_argument("--tokens", type=int, default=4000, help="default: 4000")
+    parser.add_argument("--window", type=int, default=500, help="tokens that a window scores")
+    parser.add_argument("--text", type=Path, default=TEXT, help="a file instead of the text")
+    parser.add_argument("--speed", action="store_true", help="measure tokens per second too")
+    parser.add_argument("--json", type=Path, help="write the rows to a file, too")
+    return parser.parse_args()
+
+
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("documents", nargs="?", type=int, default=200, help="default: 200")
-    count = parser.parse_args().documents
-    encode = Tokenizer(find_checkpoint(None).text()).encode
-    texts = [
-        encode(text, add_special_tokens=False, parse_special_tokens=True)
-        for text in documents("heldout", 0, count)
-    ]
-    models = {
-        "bfloat16": load(torch.bfloat16),
-        "float32": load(torch.float32),
-        "int8": load(torch.bfloat16, "int8"),
-        "int4": load(torch.bfloat16, "int4"),
-    }
-    num_layers = find_checkpoint(None).config.num_layers
-    mixed = functools.partial(kind_of, num_layers=num_layers)
-    for name, kinds in (("Q8_0", lambda name: "Q8_0"), ("Q4_K_M", mixed)):
-        models[name] = load_blocks(kinds, dequantised=False)
-        models[f"{name} in float32"] = load_blocks(kinds, dequantised=True)
-    ways = {name: (model, dense) for name, model in models.items()}
-    config = find_checkpoint(None).config
-    if int8_cache_obstacle(config.head_dim, 16) is None:
-        cache = Int8Cache(config, max(map(len, texts)))
-        ways["bfloat16, int8 cache"] = models["bfloat16"], cache
-        ways["int8, int8 cache"] = models["int8"], cache
-    sums = {name: torch.zeros(3, dtype=torch.float64) for name in ways}
-    num_tokens = 0
-    for ids in texts:
-        tokens, positions = torch.tensor(ids), torch.arange(len(ids))
-        reference: Tensor | None = None
-        for name, (model, attend) in ways.items():
-            logits = model.logits(model.forward(tokens, positions, attend))[:-1]
-            rows = logits.double().log_softmax(-1)
-            reference = rows if reference is None else reference
-            loss = -rows.gather(1, tokens[1:, None]).sum()
-            divergence = (reference.exp() * (reference - rows)).sum()
-            same = (rows.argmax(-1) == reference.argmax(-1)).sum()
-            sums[name] += torch.stack([loss, divergence, same.double()])
-        num_tokens += len(ids) - 1
-    print(f"{count} documents, {num_tokens:,} tokens")
-    print(f"{'':20}{'nats/token':>11}{'perplexity':>11}{'KL to bf16':>12}{'same token':>11}")
-    for name, total in sums.items():
-        loss, divergence, same = (total / num_tokens).tolist()
-        print(f"{name:20}{loss:11.4f}{math.exp(loss):11.4f}{divergence:12.6f}{same:11.2%}")
+    given = options()
+    windows = windows_of(given.model, given.text, given.tokens, given.window)
+    width, count = max(map(len, windows)), sum(len(ids) - 1 for ids in windows)
+    vocab_size = find_checkpoint(given.model).config.vocab_size
+    print(f"{count:,} tokens in windows of at most {width}")
+    head = ["engine", "format", "perplexity", "to float32", "log-prob. error", "other best token"]
+    head += ["weights", *(["tok/s, 1", "tok/s, 32"] if given.speed else [])]
+    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head), flush=True)
+    rows: list[Row] = []
+    exact: Scores | None = None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def measure(engine: str, name: str, make: Callable[[], Ours | Peer]) -> None:
+            nonlocal exact
+            runner = make()
+            try:
+                scores = runner.scores(windows)
+                exact = scores if exact is None else exact
+                row = row_of(engine, name, scores, exact, runner.num_bytes)
+                if given.speed:
+                    row = Row(**asdict(row) | {"speeds": speeds_of(runner, vocab_size)})
+            finally:
+                runner.close()
+            rows.append(row)
+            print(shown(row), flush=True)
+
+        for each in dict.fromkeys(["float32", *given.formats.split(",")]):
+            measure("ours", each, functools.partial(Ours, given.model, each, width, folder))
+        for each in filter(None, given.llamacpp.split(",")):
+            where = (given.llamacpp_python, given.model, each, width, folder)
+            measure("llama.cpp", each, functools.partial(Peer, *where))
+    if given.json is not None:
+        given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

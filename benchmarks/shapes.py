@@ -123,13 +123,15 @@ def write_config(folder: Path, name: str) -> None:
     """Write config and tokenizer of the named shape."""
     folder.mkdir(parents=True, exist_ok=True)
     raw = SHAPES[name]
-    (folder / "config.json").write_text(json.dumps(raw, indent=2))
+    (folder / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
     for file in ("tokenizer_config.json", "generation_config.json"):
         shutil.copy(SHIPPED_FOLDER / file, folder / file)
-    tokenizer = json.loads((SHIPPED_FOLDER / "tokenizer.json").read_text())
+    tokenizer = json.loads((SHIPPED_FOLDER / "tokenizer.json").read_text(encoding="utf-8"))
     vocab = tokenizer["model"]["vocab"]
     vocab.update({f"Ġw{i}": i for i in range(max(vocab.values()) + 1, raw["vocab_size"])})
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
+    (folder / "tokenizer.json").write_text(
+        json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8"
+    )
 
 
 def write(folder: Path, name: str, shard_bytes: int = 10**9) -> None:
@@ -154,7 +156,7 @@ def write(folder: Path, name: str, shard_bytes: int = 10**9) -> None:
         save_file({t: source.take(t, names[t]) for t in members}, folder / file)
         weight_map.update(dict.fromkeys(members, file))
     index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def tensor_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -76,7 +76,9 @@ def main() -> None:
         command = [sys.executable, "-m", "infer.server", "--port", "0"]
         command += ["--api-keys", str(Path(folder) / "keys.json"), "--max-batch-size", "8"]
         command += ["--max-num-batched-tokens", str(options.budget)]
-        server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
+        server = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ, encoding="utf-8"
+        )
         try:
             assert server.stdout is not None
             url = next(word for word in server.stdout.readline().split() if "http" in word)

@@ -13,7 +13,7 @@ from infer import LLM, SamplingParams
 
 def main(source: str, target: str) -> None:
     """Read the prompts from `source`, generate, and write the answers to `target`."""
-    rows = [json.loads(line) for line in Path(source).read_text().splitlines()]
+    rows = [json.loads(line) for line in Path(source).read_text(encoding="utf-8").splitlines()]
     sampling_params = [
         SamplingParams(temperature=0, max_tokens=row.get("max_tokens", 32)) for row in rows
     ]
@@ -21,7 +21,7 @@ def main(source: str, target: str) -> None:
         outputs = llm.generate([row["prompt"] for row in rows], sampling_params)
     for row, output in zip(rows, outputs, strict=True):
         row |= {"text": output.text, "finish_reason": output.finish_reason}
-    Path(target).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path(target).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{len(rows)} answers are in {target}")
 
 

@@ -27,7 +27,9 @@ ROOMS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} -
 @cache
 def anchors(page: Path) -> frozenset[str]:
     """The anchors that GitHub gives the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE
+    )
     plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return frozenset(heading.replace(" ", "-") for heading in plain)
 
@@ -50,7 +52,7 @@ def broken_links(page: Path, text: str) -> list[str]:
 def names_of(path: Path) -> frozenset[str]:
     """What a module defines or imports at its top."""
     found: set[str] = set()
-    for node in ast.parse(path.read_text()).body:
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             found.add(node.name)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
@@ -109,7 +111,7 @@ def unshown_rows(text: str) -> list[str]:
 
 
 def test_every_row_of_the_designs_is_shown_by_a_test() -> None:
-    text = PAGES["docs/designs.md"].read_text()
+    text = PAGES["docs/designs.md"].read_text(encoding="utf-8")
     assert unshown_rows(text) == []
     assert text.count("\n## ") == 5
     for broken in (
@@ -122,13 +124,17 @@ def test_every_row_of_the_designs_is_shown_by_a_test() -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    assert broken_links(PAGES[page], PAGES[page].read_text()) == []
+    assert broken_links(PAGES[page], PAGES[page].read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
 def test_names_are_those_of_the_source(page: str) -> None:
-    new = set(re.findall(r"^\| `([\w/.]+)` \(new\)", PAGES[page].read_text(), re.MULTILINE))
-    assert set(unknown_names(PAGES[page].read_text())) - new == set()
+    new = set(
+        re.findall(
+            r"^\| `([\w/.]+)` \(new\)", PAGES[page].read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
+    assert set(unknown_names(PAGES[page].read_text(encoding="utf-8"))) - new == set()
 
 
 def test_what_is_broken_is_found() -> None:

@@ -44,9 +44,11 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_all_examples_are_listed_and_tested() -> None:
     programs = {path.name for path in EXAMPLES.glob("*.py")}
-    readme = (EXAMPLES / "README.md").read_text()
+    readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert programs == set(re.findall(r"\[(\w+\.py)\]", readme))
-    tested = re.findall(r'(?:run\(|EXAMPLES / )"(\w+\.py)"', Path(__file__).read_text())
+    tested = re.findall(
+        r'(?:run\(|EXAMPLES / )"(\w+\.py)"', Path(__file__).read_text(encoding="utf-8")
+    )
     assert programs == set(tested)
 
 
@@ -60,9 +62,9 @@ def test_chat(run: Run) -> None:
 def test_batch_file(run: Run, tmp_path: Path) -> None:
     rows = [{"prompt": "Once upon a time", "max_tokens": 5}, {"prompt": "The fox", "id": 7}]
     source, target = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     assert "2 answers" in run("batch_file.py", str(source), str(target))
-    answers = [json.loads(line) for line in target.read_text().splitlines()]
+    answers = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
     assert [answer["prompt"] for answer in answers] == [row["prompt"] for row in rows]
     assert answers[1]["id"] == 7
     assert all(answer["text"] and answer["finish_reason"] for answer in answers)
@@ -85,6 +87,7 @@ def test_core() -> None:
         text=True,
         timeout=240,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        encoding="utf-8",
     )
     assert done.returncode == 0, done.stderr
     shown = done.stdout.splitlines()
@@ -93,7 +96,9 @@ def test_core() -> None:
 
 
 def test_the_loop_of_the_page() -> None:
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/core.md").read_text(), re.DOTALL)
+    [code] = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/core.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     names: dict[str, Any] = {}
     exec(code, names)
     core, tokens, texts = names["core"], names["tokens"], names["texts"]

@@ -25,11 +25,22 @@ ROOT = Path(__file__).parents[1]
 PAGES = {path.stem: path for path in sorted((ROOT / "docs/howto").glob("*.md"))}
 LATER = ("docs/models.md",)
 """files of which a page says in words what to add"""
+SHAPES = "tests/support/model_shapes.py"
+"""the file to which the page of a model family adds the family's shapes"""
+PARITY = (
+    *("tests/models/test_parity.py", "tests/models/test_serving_parity.py"),
+    *("tests/kernels/test_layers.py", "tests/cells/test_moved_cells.py"),
+)
+"""what compares a family with its reference: by its loop, by what serves, and in cells"""
+LATTICE = ("tests/engine/test_lattice_families.py",)
+"""what runs a family in every kind of batch"""
 
 
 def blocks(page: str) -> list[str]:
     """The fenced blocks of a page."""
-    return re.findall(r"^```\w*\n(.*?)^```$", PAGES[page].read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```\w*\n(.*?)^```$", PAGES[page].read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
 
 
 def edits(page: str) -> dict[str, str]:
@@ -45,7 +56,11 @@ def edits(page: str) -> dict[str, str]:
 
 def listed(page: str) -> set[str]:
     """The files that the tables of a page name."""
-    return set(re.findall(r"^\| (?:\[|`)([\w/.]+)[\]`]", PAGES[page].read_text(), re.MULTILINE))
+    return set(
+        re.findall(
+            r"^\| (?:\[|`)([\w/.]+)[\]`]", PAGES[page].read_text(encoding="utf-8"), re.MULTILINE
+        )
+    )
 
 
 def changed(path: str, source: str, block: str) -> str:
@@ -66,7 +81,9 @@ def results(page: str) -> dict[str, str]:
     for path, block in edits(page).items():
         is_new = block.startswith(("# ", "// "))
         assert is_new is not (ROOT / path).exists(), f"{path}: new, or to be changed?"
-        found[path] = block if is_new else changed(path, (ROOT / path).read_text(), block)
+        found[path] = (
+            block if is_new else changed(path, (ROOT / path).read_text(encoding="utf-8"), block)
+        )
     return found
 
 
@@ -88,6 +105,12 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line)[1:] for line in lines if line.startswith("pytest ")]
 
 
+def family(page: str) -> str | None:
+    """The model family that a page adds."""
+    found = re.search(r'^\+    "(\w+)": \{$', edits(page).get(SHAPES, ""), re.MULTILINE)
+    return found and found[1]
+
+
 def run(arguments: list[str], root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],
@@ -96,6 +119,7 @@ def run(arguments: list[str], root: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=600,
+        encoding="utf-8",
     )
 
 
@@ -116,6 +140,16 @@ def test_a_page_names_the_files_that_it_touches(page: str) -> None:
     assert commands(page)
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", [page for page in PAGES if family(page)])
+def test_a_family_that_a_page_adds_is_right_in_every_format(page: str, tmp_path: Path) -> None:
+    root = copy_of_the_repository(tmp_path)
+    for path, source in results(page).items():
+        (root / path).write_text(source)
+    done = run([*PARITY, "-k", f"{family(page)} or registry"], root)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("page", PAGES)
@@ -126,12 +160,12 @@ def test_the_changes_of_a_page_keep_the_rules_and_its_tests_need_them(
     made = results(page)
     for path in made:
         if path.startswith("tests"):
-            (root / path).write_text(made[path])
+            (root / path).write_text(made[path], encoding="utf-8")
     if any(path.endswith(".cpp") for path in made):
         build(root)
     assert run(commands(page)[0], root).returncode in (1, 2, 4), "passes without the change"
     for path in made:
-        (root / path).write_text(made[path])
+        (root / path).write_text(made[path], encoding="utf-8")
     if any(path.endswith(".cpp") for path in made):
         build(root)
     for check in CHECKS:
@@ -139,6 +173,9 @@ def test_the_changes_of_a_page_keep_the_rules_and_its_tests_need_them(
     sources = [path for path in made if path.endswith(".py")]
     for linter in (["check"], ["format", "--check"]):
         subprocess.run([sys.executable, "-m", "ruff", *linter, *sources], cwd=root, check=True)
-    for command in commands(page):
+    whole = []
+    if name := family(page):
+        whole = [[*PARITY, *LATTICE, "-m", "slow or not slow", "-k", name]]
+    for command in [*commands(page), *whole]:
         done = run(command, root)
         assert done.returncode == 0, done.stdout[-4000:]

@@ -40,7 +40,11 @@ seconds; on a busy machine the best of three starts counts"""
 def run(*command: object, **settings: object) -> str:
     """What a command prints; its error fails the test."""
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, **settings
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        **settings,
+        encoding="utf-8",
     )  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return str(done.stdout + done.stderr)
@@ -143,7 +147,7 @@ def installed(built: Path) -> Path:
         "install", "-q", "--no-deps", "--no-index", wheel_of(built),
     )  # fmt: skip
     libraries = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    (packages / "libraries.pth").write_text("\n".join(libraries))
+    (packages / "libraries.pth").write_text("\n".join(libraries), encoding="utf-8")
     return bare / "bin"
 
 
@@ -172,7 +176,7 @@ def test_all_kernels_where_there_is_no_compiler(installed: Path) -> None:
 @contextmanager
 def serving(installed: Path) -> Iterator[tuple[str, str, float]]:
     """A server's address, what it logged until it was ready, and after how many seconds."""
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         begun = time.monotonic()
         server = subprocess.Popen(
             [str(installed / "infer"), "serve", "--port", "0"],
@@ -226,7 +230,7 @@ def test_it_serves_the_model_and_the_page(installed: Path) -> None:
 
 
 def test_wheels_are_built_for_the_platforms_of_the_documents() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     wheels = project["tool"]["cibuildwheel"]
     for name in (
         *("cp311-manylinux_x86_64", "cp311-manylinux_aarch64", "cp311-musllinux_x86_64"),

@@ -59,7 +59,7 @@ class Worker:
         if not python.is_file():
             raise SystemExit(f"{python} is missing; run: sh {HERE / 'setup.sh'} {name}")
         self.engine, self.log = engine, log
-        with log.open("a") as errors:
+        with log.open("a", encoding="utf-8") as errors:
             self._process = subprocess.Popen(
                 [python, script, model.resolve(), variant],
                 stdin=subprocess.PIPE,
@@ -68,6 +68,7 @@ class Worker:
                 text=True,
                 start_new_session=True,
                 env=os.environ | CAPS[cap],
+                encoding="utf-8",
             )
         self.ready = self._read()
         self._signal(signal.SIGSTOP)
@@ -99,7 +100,7 @@ class Worker:
 
 def available_gib() -> float:
     """The memory that a new process can have, in GiB."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) / 2**20
     raise RuntimeError("no MemAvailable in /proc/meminfo")
@@ -129,7 +130,7 @@ class Bench:
         self.in_turn = False
         self.rounds: list[dict[str, Any]] = []
         if options.json.is_file():
-            former = json.loads(options.json.read_text())
+            former = json.loads(options.json.read_text(encoding="utf-8"))
             names = ("model", "cases", "engines", "cpu")
             if any(former[name] != self.document()[name] for name in names):
                 raise SystemExit(f"{options.json} holds another comparison; name another file")
@@ -167,7 +168,7 @@ class Bench:
                 seconds[case][engine] = worker.run(self.cases[case] | {"seed": number})
                 print(f"  {case:>8} {engine:20} {seconds[case][engine]:8.3f} s", flush=True)
             self.rounds.append(found | {"order": order, "seconds": seconds})
-            self.options.json.write_text(json.dumps(self.document(), indent=1))
+            self.options.json.write_text(json.dumps(self.document(), indent=1), encoding="utf-8")
 
     def document(self) -> dict[str, Any]:
         """Everything that was measured, and the machine."""
@@ -189,14 +190,18 @@ class Bench:
 def bandwidth() -> float:
     """The GB/s at which two threads read memory, measured in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", BANDWIDTH], check=True, capture_output=True, text=True
+        [sys.executable, "-c", BANDWIDTH],
+        check=True,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     return float(done.stdout)
 
 
 def cpu_name() -> str:
     """The name that the kernel gives the processor."""
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()
@@ -253,7 +258,7 @@ def main() -> None:
     parser.add_argument("--peers", type=Path, default=Path(default), help="where setup.sh put them")
     options = parser.parse_args()
     if options.show:
-        print(tables(json.loads(options.show.read_text())))
+        print(tables(json.loads(options.show.read_text(encoding="utf-8"))))
         return
     if options.model is None or options.engines is None:
         parser.error("--model and --engines are needed")

@@ -41,9 +41,9 @@ def serve(
     `load` returns `complete(prompts, output_len)`, which returns (seconds, number of output
     tokens). `timed` makes such a function from one that only completes.
     """
-    protocol = os.fdopen(os.dup(1), "w")
+    protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    config = json.loads((arguments()[0] / "config.json").read_text())
+    config = json.loads((arguments()[0] / "config.json").read_text(encoding="utf-8"))
     started = time.perf_counter()
     complete = load()
     ready = {"load_seconds": time.perf_counter() - started, "needs_warmup": needs_warmup}

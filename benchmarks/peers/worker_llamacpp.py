@@ -61,7 +61,9 @@ def _load():
         environment = dict(os.environ)
         if environment.get("INFER_ISA") == "avx2":
             environment["LD_LIBRARY_PATH"] = str(ROOT / "build-avx2/bin")
-        done = subprocess.run(command, check=True, text=True, capture_output=True, env=environment)
+        done = subprocess.run(
+            command, check=True, text=True, capture_output=True, env=environment, encoding="utf-8"
+        )
         lines = (done.stdout + done.stderr).splitlines()
         record = json.loads(next(line for line in lines if line.startswith('{"n_kv_max"')))
         if output_len == 1:  # the tool wants a step: not counted

@@ -12,11 +12,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import sys
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta, inspect
@@ -36,8 +45,17 @@ STATIC_ORDERS: tuple[str, ...] = get_args(StaticOrder)
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 TOOL_PARSERS: tuple[str, ...] = get_args(ToolParser)
 SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
+MAX_COUNT = 2**50
+"""maximum of any count and any size in bytes: a pebibyte"""
+MAX_SECONDS = 1e9
+"""maximum of any time in seconds and any other number: 30 years; what waits takes no longer time"""
+MAX_SEED = 2**63 - 1
+MAX_THREADS = 4096
+"""maximum of the threads of an engine; no machine has so many cores"""
+MAX_REPLICAS = 64
+"""maximum of the engines of one server"""
+PositiveInt = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+NonNegativeInt = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_HOST = "127.0.0.1"
@@ -50,8 +68,8 @@ def option(default: Any, help: str) -> Any:
 
 
 def at_least(low: float) -> Meta:
-    """The limits of a finite number that is not below `low`."""
-    return Meta(ge=low, le=sys.float_info.max)
+    """The limits of a number that is not below `low`; see `MAX_SECONDS`."""
+    return Meta(ge=low, le=MAX_SECONDS)
 
 
 def name_or_function(*names: str) -> Meta:
@@ -65,6 +83,10 @@ def name_or_pattern(pattern: str, description: str, *names: str) -> Meta:
     return Meta(pattern=any_of, examples=list(names), description=description)
 
 
+JSONObject = Annotated[str, name_or_pattern(r"^\s*[{]", "a JSON object")] | dict[str, Any]
+"""The type of a setting that is a JSON object: its text, as on a command line, or a mapping."""
+
+
 class Setting(NamedTuple):
     """A field of a settings class, as `check_fields` and the command line need it."""
 
@@ -72,17 +94,19 @@ class Setting(NamedTuple):
     default: Any
     help: str
     annotation: Any
-    """The field's type with its limits, as msgspec takes it."""
+    """The field's type with its limits, as msgspec takes it; without mappings."""
     kind: type[bool | int | float | str]
     """The field's type without its limits and without None."""
     names: tuple[str, ...]
     """The allowed strings; empty where every value of the kind is allowed."""
     or_else: str
     """Description of the strings that are allowed in addition to `names`; empty if none are."""
+    takes_mapping: bool
+    """Whether the string is a JSON object, which may also be given as a mapping."""
     low: float | None
     """The smallest allowed number; None where there is no limit."""
     high: float | None
-    """The largest allowed number; None where it only must be finite."""
+    """The largest allowed number; None where there is no limit."""
 
     def problem(self, value: Any) -> str:
         """The message for a value that is not allowed: what would be right, and what was given."""
@@ -91,6 +115,8 @@ class Setting(NamedTuple):
         if self.kind is bool:
             return f"must be True or False, not {value!r}"
         if self.kind is str:
+            if self.takes_mapping and not isinstance(value, str):
+                return f"must be {self.or_else}, as text or as a mapping, not {value!r:.80}"
             if not isinstance(value, str):
                 return f"must be a string, not {type(value).__name__}"
             if not self.names:
@@ -99,12 +125,17 @@ class Setting(NamedTuple):
             return f"must be one of {', '.join(self.names)}{others}; not {value!r}"
         kinds = (int,) if self.kind is int else (int, float)
         if type(value) not in kinds:
-            return f"must be {'an integer' if self.kind is int else 'a number'}, not {value!r}"
-        if self.high is not None:
-            return f"must be between {self.low} and {self.high}, not {value!r}"
-        return f"must be at least {self.low}, not {value!r}"
+            return f"must be {'an integer' if self.kind is int else 'a number'}, not {value!r:.80}"
+        given = f"{value:g}" if abs(value) > 1e30 else repr(value)
+        if self.high not in _HIGHEST:
+            return f"must be between {self.low} and {self.high}, not {given}"
+        if self.low is not None and not value >= self.low:
+            return f"must be at least {self.low}, not {given}"
+        return f"must be a finite number, at most {self.high:g}, not {given}"
 
 
+_HIGHEST = (None, MAX_COUNT, MAX_SECONDS, MAX_SEED)
+"""limits that are no property of a setting"""
 _KINDS: dict[type[inspect.Type], type[bool | int | float | str]] = {
     inspect.BoolType: bool,
     inspect.IntType: int,
@@ -122,25 +153,26 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
     for spec in dataclasses.fields(config):
         if "help" not in spec.metadata:  # no option
             continue
-        kind: Any = inspect.type_info(annotations[spec.name])
+        annotation = _without_mapping(annotations[spec.name])
+        kind: Any = inspect.type_info(annotation)
         if isinstance(kind, inspect.UnionType):
             (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
         schema: dict[str, Any] = {}
         if isinstance(kind, inspect.Metadata):
             kind, schema = kind.type, kind.extra_json_schema or {}
-        high = getattr(kind, "le", None)
-        names = _literals(annotations[spec.name]) or schema.get("examples", ())
+        names = _literals(annotation) or schema.get("examples", ())
         found.append(
             Setting(
                 name=spec.name,
                 default=spec.default,
                 help=spec.metadata["help"],
-                annotation=annotations[spec.name],
+                annotation=annotation,
                 kind=_KINDS[type(kind)],
                 names=tuple(names),
                 or_else=schema.get("description", ""),
+                takes_mapping=annotation != annotations[spec.name],
                 low=getattr(kind, "ge", None),
-                high=None if high == sys.float_info.max else high,
+                high=getattr(kind, "le", None),
             )
         )
     return tuple(found)
@@ -157,11 +189,25 @@ def _literals(annotation: Any) -> tuple[str, ...]:
     return ()
 
 
+def _without_mapping(annotation: Any) -> Any:
+    """The annotation of the text, where a mapping is allowed in its place."""
+    if get_origin(annotation) is not Union:
+        return annotation
+    kept = (each for each in get_args(annotation) if each != dict[str, Any])
+    return functools.reduce(operator.or_, kept)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def check_fields(config: Any) -> None:
     """Raises `ConfigError` for the first field whose value its type does not allow."""
     kind: Any = type(config)
     for setting in settings_of(kind):
         value = getattr(config, setting.name)
+        if setting.takes_mapping and isinstance(value, dict) and all(map(_is_text, value)):
+            continue
         try:
             msgspec.convert(value, setting.annotation)
         except msgspec.ValidationError:
@@ -169,13 +215,14 @@ def check_fields(config: Any) -> None:
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of speculation; `EngineConfig.speculative_config` holds them as JSON."""
+    """The settings of speculation; `EngineConfig.speculative_config` holds them as JSON, or as the
+    mapping that the JSON is."""
 
     method: Literal["ngram", "draft_model"]
     """Source of proposals: ngram = what followed the same tokens before, in prompt and output;
     draft_model = a smaller model of the same vocabulary."""
     model: str | None = None
-    """Draft model: a folder, a GGUF file or a hub id."""
+    """Draft model: a folder, a GGUF file, `package:NAME` or a hub id."""
     quantization: Quantization | None = None
     """How the linear layers of the draft model are stored; None: as those of the model."""
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=32)] = 8
@@ -186,16 +233,21 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """Number of tokens in common for which a longer match is not looked for."""
 
     @classmethod
-    def from_json(cls, text: str) -> SpeculativeConfig:
+    def read(cls, given: str | Mapping[str, Any]) -> SpeculativeConfig:
         """Read the setting; raises `ConfigError` that says which field is wrong."""
         name = "speculative_config"
         try:
-            config = msgspec.json.decode(text, type=cls)
+            if isinstance(given, str):
+                config = msgspec.json.decode(given, type=cls)
+            else:
+                config = msgspec.convert(given, type=cls)
         except msgspec.MsgspecError as error:
             form = '{"method": "ngram", "num_speculative_tokens": 8}'
             raise ConfigError(name, f"{error}; it must be JSON such as {form}") from None
         if config.method == "draft_model" and not config.model:
-            raise ConfigError(name, "method 'draft_model' needs `model`: a folder, file or hub id")
+            raise ConfigError(
+                name, "method 'draft_model' needs `model`: a folder, file, package:NAME or hub id"
+            )
         if config.method == "ngram" and (config.model or config.quantization):
             field_name = "model" if config.model else "quantization"
             raise ConfigError(
@@ -239,7 +291,8 @@ class EngineConfig:
     """All settings of an engine. The constructor raises `ConfigError`."""
 
     model: str | None = option(
-        None, "Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
+        None,
+        "Folder of a checkpoint, GGUF file, package:NAME or hub id; default: the model that ships.",
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub id; default: main.")
     served_model_name: str | None = option(
@@ -250,6 +303,14 @@ class EngineConfig:
     )
     tool_parser: ToolParser | None = option(
         None, "Format in which the model writes tool calls; default: as its chat template says."
+    )
+    generation_config: Annotated[
+        str, name_or_pattern(".", "a folder with a generation_config.json", "auto", "none")
+    ] = option(
+        "auto",
+        "Defaults of requests that leave out temperature, top_p and the like: auto = what the"
+        " checkpoint says (generation_config.json, or a GGUF file's general.sampling); none = the"
+        " fixed ones of the API; or a folder with a generation_config.json.",
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32", "int8", "int4"] = option(
         "auto",
@@ -280,7 +341,7 @@ class EngineConfig:
         "Most prompt tokens of the requests that wait for a seat; a request that would exceed it is"
         " refused (503); default: no limit.",
     )
-    seed: NonNegativeInt | None = option(
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = option(
         None,
         "Requests without a seed get seeds derived from this one; default: 0; a server draws a"
         " random one at its start.",
@@ -345,7 +406,7 @@ class EngineConfig:
     enable_prefix_caching: bool | None = option(
         None, "Share pages between prompts that begin alike; default: yes if paged."
     )
-    num_threads: PositiveInt | None = option(
+    num_threads: Annotated[int, Meta(ge=1, le=MAX_THREADS)] | None = option(
         None,
         "CPU threads; default: one for each physical performance core, within the CPU quota of a"
         " container (one less to serve a small model).",
@@ -360,7 +421,7 @@ class EngineConfig:
         "native = the compiled CPU kernel; triton = the CUDA kernels; sdpa = torch's own;"
         " auto = the first of them that works here.",
     )
-    speculative_config: Annotated[str, name_or_pattern("^[{]", "a JSON object")] | None = option(
+    speculative_config: JSONObject | None = option(
         None,
         "Proposes tokens that one step verifies, which changes no token (CPU): JSON such as"
         ' {"method": "ngram", "num_speculative_tokens": 8} or'
@@ -454,14 +515,17 @@ class EngineConfig:
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
                 raise ConfigError(name, f"there is no such setting; {hint}")
-        return cls(**kwargs)
+        given: dict[str, Any] = {
+            name: dict(it) if isinstance(it, Mapping) else it for name, it in kwargs.items()
+        }
+        return cls(**given)
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
         """The settings of speculation; None: no tokens are proposed."""
         if self.speculative_config is None:
             return None
-        return SpeculativeConfig.from_json(self.speculative_config)
+        return SpeculativeConfig.read(self.speculative_config)
 
     def of_draft_model(self) -> EngineConfig | None:
         """The settings with which the draft model of speculation is loaded; None: there is none."""

@@ -64,6 +64,6 @@ def _groups(root: Path, controller: str) -> list[Path]:
 def text_of_file(file: Path) -> str:
     """The text of a file of the operating system, stripped; "" if it cannot be read."""
     try:
-        return file.read_text().strip()
+        return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""

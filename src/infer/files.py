@@ -30,7 +30,7 @@ MAX_TOKENIZER_BYTES = 128 << 20
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The UTF-8 text of a regular file of at most `max_bytes`.
+    """The UTF-8 text of a regular file of at most `max_bytes`, without a byte-order mark.
 
     Raises `OSError` as `open` does, `UnicodeDecodeError` for other text, and `LoadError` for a file
     that is larger or not regular (a pipe, a device).
@@ -42,11 +42,13 @@ def read_text(path: Path, max_bytes: int) -> str:
         if not stat.S_ISREG(status.st_mode):
             raise LoadError(f"{path}: is not a regular file")
         content = b"" if status.st_size > max_bytes else file.read(max_bytes + 1)
+        if content is None:  # /proc/kmsg calls itself regular, and waits for the next line
+            raise LoadError(f"{path}: is not a file with an end, so it cannot be read")
         if status.st_size > max_bytes or len(content) > max_bytes:
             raise LoadError(
                 f"{path}: is too large ({status.st_size:,} bytes; at most {max_bytes:,} are read)"
             )
-    return content.decode("utf-8")
+    return content.decode("utf-8-sig")
 
 
 def parse_json(text: str) -> Any:

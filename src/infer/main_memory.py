@@ -27,7 +27,7 @@ def proc_bytes(file: str, key: str) -> int | None:
     """The bytes that a line of a file below /proc gives; `key` is its first word, with the colon.
     None where the operating system does not say."""
     try:
-        for line in Path(file).read_text().splitlines():
+        for line in Path(file).read_text(encoding="utf-8").splitlines():
             if line.startswith(key):
                 return int(line.split()[1]) * 1024
     except (OSError, ValueError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import selectors
 from typing import Any
 
+MAX_WAIT_S = 2e6
+"""longest time that `poll` takes: 2**31 milliseconds"""
 READABLE, WRITABLE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -19,6 +21,6 @@ def selector_of(file: Any, events: int) -> selectors.BaseSelector:
 
 
 def is_ready(file: Any, events: int, timeout_s: float) -> bool:
-    """Whether a file can be read or written within `timeout_s` seconds."""
+    """Whether a file can be read or written within `timeout_s` seconds, at most 20 days."""
     with selector_of(file, events) as selector:
-        return bool(selector.select(timeout_s))
+        return bool(selector.select(min(timeout_s, MAX_WAIT_S)))

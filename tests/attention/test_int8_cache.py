@@ -199,3 +199,21 @@ def test_what_it_cannot_do_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "not 5" in str(obstacle(64, INT8, cpu, 5))
     monkeypatch.setenv(loader.ISA_VARIABLE, "avx1024")
     assert "does not run here" in str(obstacle(64, INT8, cpu))
+
+
+@pytest.mark.parametrize("part", range(3), ids=["queries", "keys", "values"])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_zeros_are_numbers(size: int, part: int) -> None:
+    """As of a token whose embedding is zero, such as the padding's."""
+    numbers = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn((40, n, size), generator=numbers).bfloat16() for n in (4, 2, 2))
+    (q, k, v)[part][::3] = 0.0
+    out = []
+    for held in (INT8, BF16):
+        width = size + 4 if held == INT8 else size
+        caches = [torch.zeros(4, 16, 2, width, dtype=held) for _ in range(2)]
+        backend = NativeBackend(*([cache] for cache in caches), num_heads=4, scale=size**-0.5)
+        backend.plan(BatchLayout([0, 40], [40], torch.arange(16, 56), torch.arange(1, 4)[None]))
+        out.append(backend(0, q, k, v).float())
+    assert out[0].isfinite().all()
+    assert (out[0] - out[1]).abs().max() < 0.1

@@ -61,7 +61,9 @@ def attend(
         slots = torch.arange(begin, end) + PAGE
         backend.plan(BatchLayout([0, end - begin], [end], slots, table))
         rows = slice(begin, end)
-        some = turn and QKRotation(turn.cos[rows], turn.sin[rows], turn.norms)
+        some = turn
+        if turn is not None and turn.cos is not None and turn.sin is not None:
+            some = QKRotation(turn.cos[rows], turn.sin[rows], turn.norms)
         parts.append(backend(0, q[rows], k[rows], v[rows], some))
     caches = in_order(keys, values) if make is NativeBackend else (keys, values)
     key_cells, value_cells = (cache.flatten(0, 1)[PAGE : PAGE + NUM_TOKENS] for cache in caches)
@@ -76,11 +78,12 @@ def attend(
         *(pytest.param(dim, 2, marks=pytest.mark.slow) for dim in (8, 128, 256)),
     ],
 )
-@pytest.mark.parametrize("normed", [False, True])
-def test_heads_turn(dim: int, normed: bool, threads: int) -> None:
+@pytest.mark.parametrize("kind", ["rotation", "norms and rotation", "norms"])
+def test_heads_turn(dim: int, kind: str, threads: int) -> None:
     torch.set_num_threads(threads)
     q_norm, k_norm = Norm(random(dim), 1e-6), Norm(1 + random(dim, seed=3).float(), 1e-6)
-    turn = make_turn(dim, HeadNorms(q_norm, k_norm) if normed else None)
+    norms = HeadNorms(q_norm, k_norm) if "norms" in kind else None
+    turn = make_turn(dim, norms) if "rotation" in kind else QKRotation(None, None, norms)
     # They are parts of one projection, whose other parts must not change.
     around = random(NUM_TOKENS, 24, dim, seed=1)
     before = around.clone()

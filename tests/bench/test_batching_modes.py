@@ -20,7 +20,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A program of `benchmarks/`, which finds the package where this process does."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     command = [sys.executable, str(ROOT / "benchmarks" / arguments[0]), *arguments[1:]]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=240, encoding="utf-8"
+    )
 
 
 @pytest.mark.slow
@@ -34,7 +36,9 @@ def test_published_checkpoints(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert sum(line.startswith("small: equal: ") for line in lines) == 4
-    document = json.loads((tmp_path / "results" / "published-small.json").read_text())
+    document = json.loads(
+        (tmp_path / "results" / "published-small.json").read_text(encoding="utf-8")
+    )
     found = {(run["workload"], run["mode"]) for run in document["runs"]}
     assert len(found) == len(document["runs"]) == 9
     for each in document["runs"]:

@@ -117,7 +117,7 @@ def test_a_server_from_the_command_line(url: str, tmp_path: Path) -> None:
     assert document["summary"]["goodput"]["share"] == 1.0
     assert (document["summary"]["prompt_tokens"], document["summary"]["output_tokens"]) == (100, 30)
     assert [list(run) for run in document["runs"]] == [["summary"]] * 2
-    written = json.loads(file.read_text())
+    written = json.loads(file.read_text(encoding="utf-8"))
     assert len(records(written)) == 5
     assert {**written, "runs": document["runs"]} == document
     assert "time to first token" in result.stderr
@@ -138,7 +138,7 @@ def test_open_loop_at_a_server(url: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     options = ("--workload", "burst", "--num-requests", "4", "--rate", "20", "--output-len", "2")
     run("serve", "--base-url", url, *options, "--json", str(file))
-    rows = records(json.loads(file.read_text()))
+    rows = records(json.loads(file.read_text(encoding="utf-8")))
     assert [record.arrival_s for record in rows] == [0.0, 0.05, 0.1, 0.15]
     assert all(record.sent_s >= record.arrival_s for record in rows)
 
@@ -165,7 +165,7 @@ def test_a_server_whose_engine_dies_in_the_middle(tmp_path: Path) -> None:
     assert document["summary"]["num_answered"] == 0
     assert document["summary"]["errors"] == {"error_event": 3}
     assert document["summary"]["output_tok_s"] == 0.0
-    rows = records(json.loads(file.read_text()))
+    rows = records(json.loads(file.read_text(encoding="utf-8")))
     assert all(0 < len(record.token_s) < 200 for record in rows)
     assert "shutting down" in result.stderr
 

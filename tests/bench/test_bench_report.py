@@ -51,7 +51,7 @@ def write_result(file: Path, label: str, *, broken: bool = False) -> Path:
         "median_run": 0,
         "runs": [run_document(summary, records)],
     }
-    file.write_text(json.dumps(document))
+    file.write_text(json.dumps(document), encoding="utf-8")
     return file
 
 
@@ -63,18 +63,18 @@ def test_a_report_of_several_files(tmp_path: Path) -> None:
         write_result(tmp_path / "c.json", "broken", broken=True),
         write_result(tmp_path / "d.json", "old"),
     ]
-    old = json.loads(files[-1].read_text())
+    old = json.loads(files[-1].read_text(encoding="utf-8"))
     engine = old["summary"]["engine"]
     del engine["mean_rows_per_step"]
     engine["mean_batch_size"] = 8
-    files[-1].write_text(json.dumps(old))
+    files[-1].write_text(json.dumps(old), encoding="utf-8")
     result = CliRunner().invoke(app, ["report", *map(str, files), "-o", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     for name in ("latency", "timeline", "throughput"):
         data = (tmp_path / "out" / f"{name}.png").read_bytes()
         assert data.startswith(PNG)
         assert len(data) > 5000
-    page = (tmp_path / "out" / "report.md").read_text()
+    page = (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
     assert "| one | burst | 3 of 3 | 10.0 | 0% | 100.0 / 100.0 / 100.0 |" in page
     assert "| one (b) | burst |" in page
     assert "| broken | burst | 0 of 3 | 0.0 | 0% | — | — | — |" in page
@@ -89,7 +89,7 @@ def test_a_report_of_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"runs": []}', '{"format": 9}'])
 def test_what_is_no_result_is_named(text: str, tmp_path: Path) -> None:
     file = tmp_path / "x.json"
-    file.write_text(text)
+    file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"x\.json is no result that `infer bench"):
         write_report([file], tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -99,7 +99,7 @@ def test_without_matplotlib_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"pip install 'infer\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"pip install .*(bench|matplotlib)"):
         write_report([write_result(tmp_path / "a.json", "one")], tmp_path / "out")
 
 

@@ -135,7 +135,7 @@ def test_a_trace(tmp_path: Path) -> None:
         {"arrival_s": "3", "prompt": "null", "output_len": 4.0},
     ]
     file = tmp_path / "trace.jsonl"
-    file.write_text("\n\n".join(map(json.dumps, rows)) + "\n")
+    file.write_text("\n\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     planned = plan("trace", trace_file=str(file))
     assert shape(planned) == [(0.5, 5, 6), (2.0, 3, 4), (3.0, 4, 4)]
     assert [each.prompt for each in planned[::2]] == ["hello", "null"]
@@ -155,7 +155,7 @@ def test_a_trace(tmp_path: Path) -> None:
 )
 def test_a_wrong_line_of_a_trace_is_named(line: str, tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
-    file.write_text('{"arrival_s": 0, "prompt_len": 4, "output_len": 3}\n' + line)
+    file.write_text('{"arrival_s": 0, "prompt_len": 4, "output_len": 3}\n' + line, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"trace_file: line 2: .* must be a JSONL|line 2"):
         plan("trace", trace_file=str(file))
 
@@ -166,14 +166,14 @@ def test_a_wrong_line_of_a_trace_is_named(line: str, tmp_path: Path) -> None:
         ({"workload": "nope"}, "must be one of single, mixed"),
         ({"workload": "mixed", "input_len": 3}, "input_len: .*'mixed' has no such option; it has"),
         ({"workload": "single", "rate": 3.0}, "rate: .*no such option"),
-        ({"workload": "burst", "num_requests": 0}, "num_requests: must be above 0"),
+        ({"workload": "burst", "num_requests": 0}, "num_requests: must be between 1 and"),
         ({"workload": "burst", "arrivals": "poisson"}, "'poisson' needs a --rate"),
         ({"workload": "burst", "rate": 1.0, "arrivals": "often"}, "one of fixed, poisson"),
         ({"workload": "burst", "rate": 1.0, "concurrency": 2}, "a closed loop has no arrival"),
         ({"workload": "continuous_batching", "concurrency": 2}, "a closed loop has no arrival"),
         ({"workload": "trace"}, "trace_file: the workload 'trace' needs it"),
         ({"workload": "trace", "trace_file": "/nowhere/x"}, "trace_file: cannot be read"),
-        ({"repeat": 0}, "repeat: must be at least 1"),
+        ({"repeat": 0}, "repeat: must be between 1 and"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], words: str) -> None:

@@ -54,7 +54,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("1 2 --shapes 256x256 --rounds 1 --rotate-mb 1", {}),
     "overhead": ("--follow", {"STEPS": 10}),
     "overhead_runner": ("--rounds 1 --threads 1", {"COUNTS": (1, 2), "CONTEXTS": (32,)}),
-    "quality": ("1", {}),
+    "quality": ("--tokens 60 --formats int8", {}),
     "sampling": ("--rounds 1 --threads 1", {"VOCABULARIES": (512,), "ROWS": (1, 2)}),
     "speculation": ("", {"NUM_TOKENS": 8, "NUM_PAIRS": 1}),
 }
@@ -105,6 +105,29 @@ def test_tiny_sizes(name: str, load: Load, capsys: pytest.CaptureFixture[str]) -
     assert "nan" not in shown
 
 
+@pytest.mark.skipif(native_obstacle() is not None, reason=str(native_obstacle()))
+def test_quality_of_a_gguf_file(load: Load, tmp_path: Path) -> None:
+    """The coarser the type to which the numbers are rounded anew, the larger the deviation."""
+    from gguf import GGMLQuantizationType as Q
+
+    from tests.support.checkpoints import make_model
+    from tests.support.gguf_files import write
+
+    shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    write(tmp_path / "m.gguf", "llama", make_model("llama", **shape), Q.Q8_0)
+    (tmp_path / "text").write_text("Two engines read one text. " * 4)
+    program = load("quality", tmp_path / "m.gguf", "--tokens", 60, "--window", 25, "--text",
+                   tmp_path / "text", "--formats", "f32,blocks,q8_0,q4_k,q4_0", "--json",
+                   tmp_path / "rows.json")  # fmt: skip
+    program.main()
+    rows = {row["format"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    assert rows["float32"]["error"] == rows["f32"]["error"] == 0
+    assert rows["blocks"]["error"] == rows["q8_0"]["error"], "rounding Q8_0 to Q8_0 changes nothing"
+    assert 0 < rows["q8_0"]["error"] < rows["q4_k"]["error"]
+    assert rows["q8_0"]["error"] < rows["q4_0"]["error"]
+    assert rows["q8_0"]["num_bytes"] > rows["q4_k"]["num_bytes"]
+
+
 def test_overhead_of_the_runner_for_gpus(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     load("overhead", "--ahead", STEPS=10, AHEAD_COUNTS=(1, 3)).main()
@@ -144,7 +167,9 @@ def test_modes(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_of_gpus_is_made_from_the_results(load: Load, tmp_path: Path) -> None:
     load("gpu", PAGE=tmp_path / "gpu.md").main()
-    assert (tmp_path / "gpu.md").read_text() == (ROOT / "docs/gpu.md").read_text()
+    assert (tmp_path / "gpu.md").read_text(encoding="utf-8") == (ROOT / "docs/gpu.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_page_of_performance_is_made_from_the_results(
@@ -156,4 +181,6 @@ def test_the_page_of_performance_is_made_from_the_results(
         monkeypatch.setattr(module, plot, lambda *given: None)
     monkeypatch.setattr(module, "write_report", lambda *given: [])
     module.main()
-    assert (tmp_path / "performance.md").read_text() == (ROOT / "docs/performance.md").read_text()
+    assert (tmp_path / "performance.md").read_text(encoding="utf-8") == (
+        ROOT / "docs/performance.md"
+    ).read_text(encoding="utf-8")

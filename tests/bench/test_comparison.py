@@ -54,7 +54,7 @@ def test_bench_offline_records(tmp_path: Path) -> None:
     arguments += ["--warmup", "0", "--record", str(file)]
     done = CliRunner().invoke(command, arguments)
     assert done.exit_code == 0, done.output
-    recording = json.loads(file.read_text())
+    recording = json.loads(file.read_text(encoding="utf-8"))
     assert recording["hello"]["model"] == "infer-demo"
     assert steps_of(recording) == recording["summary"]["engine"]["num_steps"] >= 8
 
@@ -71,7 +71,7 @@ def test_a_file_that_cannot_be_written_is_found_before_the_run(tmp_path: Path) -
 @pytest.mark.slow
 def test_the_whole_comparison_has_the_steps_of_the_page() -> None:
     """Those of the table in docs/architecture.md, which `benchmarks/modes.py` prints."""
-    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
     of_page = {row[1].split()[0]: row[2].strip().replace(",", "") for row in rows if len(row) > 7}
     for mode, way in zip(MODES, ("cache", "static", "continuous"), strict=True):

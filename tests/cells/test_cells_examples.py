@@ -43,14 +43,14 @@ def constants(name: str) -> dict[str, Any]:
 
 
 def test_every_program_is_listed(shown: dict[str, list[str]]) -> None:
-    readme = (ROOT / "examples" / "README.md").read_text()
+    readme = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     assert {f"{name}.py" for name in shown} == set(re.findall(r"\[cells/(\w+\.py)\]", readme))
 
 
 def test_greedy_is_the_engine_s_loop(shown: dict[str, list[str]]) -> None:
     program = constants("greedy")
     assert shown["greedy"] == list(map(repr, greedy(program["PROMPTS"], program["NUM_TOKENS"])))
-    code = (EXAMPLES / "greedy.py").read_text()
+    code = (EXAMPLES / "greedy.py").read_text(encoding="utf-8")
     assert len(code[code.index("from infer") :].splitlines()) <= 34  # 30 and the call of main
 
 
@@ -95,7 +95,7 @@ def test_a_conversation_slides(shown: dict[str, list[str]]) -> None:
 
 def test_the_picture_of_the_page() -> None:
     """docs/cells.md shows what its own programs print."""
-    page = (ROOT / "docs" / "cells.md").read_text()
+    page = (ROOT / "docs" / "cells.md").read_text(encoding="utf-8")
     printed: list[str] = []
     names = {"print": lambda *values: printed.append(" ".join(map(str, values)))}
     exec("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names)

@@ -37,25 +37,28 @@ def found(root: Path, subject: str) -> tuple[str, str]:
 def test_what_other_machines_have(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(
-        "model name\t: A laptop\nflags\t\t: fpu avx2 fma avx_vnni\n\nmodel name\t: A laptop\n"
+        "model name\t: A laptop\nflags\t\t: fpu avx2 fma avx_vnni\n\nmodel name\t: A laptop\n",
+        encoding="utf-8",
     )
     assert found(tmp_path, "processor")[0] == "A laptop: avx2 fma avx_vnni"
-    (tmp_path / "proc/cpuinfo").write_text("processor : 0\nFeatures : fp asimd i8mm\n")
+    (tmp_path / "proc/cpuinfo").write_text(
+        "processor : 0\nFeatures : fp asimd i8mm\n", encoding="utf-8"
+    )
     assert found(tmp_path, "processor")[0].endswith(": asimd i8mm")
     pages = tmp_path / "sys/kernel/mm/transparent_hugepage/enabled"
     pages.parent.mkdir(parents=True)
-    pages.write_text("always madvise [never]\n")
+    pages.write_text("always madvise [never]\n", encoding="utf-8")
     assert found(tmp_path, "memory")[1].startswith("huge pages: ")
     driver = tmp_path / "proc/driver/nvidia/version"
     driver.parent.mkdir(parents=True)
-    driver.write_text("1")
+    driver.write_text("1", encoding="utf-8")
     assert found(tmp_path, "GPU") == (
         "one is there, but this torch cannot use it",
         "torch with CUDA",
     )
     group = tmp_path / "sys/fs/cgroup/cpu.max"
     group.parent.mkdir(parents=True)
-    group.write_text("50000 100000")
+    group.write_text("50000 100000", encoding="utf-8")
     state, _ = found(tmp_path, "threads")
     assert state.startswith("1")
 

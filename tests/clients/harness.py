@@ -145,7 +145,7 @@ def command_of(client: Client) -> list[str]:
     folder = home / client.driver.partition(".")[0]
     is_node = client.driver.endswith(".mjs")
     complete = folder / "complete"
-    if not complete.exists() or complete.read_text() != " ".join(client.packages):
+    if not complete.exists() or complete.read_text(encoding="utf-8") != " ".join(client.packages):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         if is_node:
@@ -153,7 +153,7 @@ def command_of(client: Client) -> list[str]:
         else:
             _run(sys.executable, "-m", "venv", folder)
             _run(folder / "bin" / "python", "-m", "pip", "install", "-q", *client.packages)
-        complete.write_text(" ".join(client.packages))
+        complete.write_text(" ".join(client.packages), encoding="utf-8")
     if not is_node:
         return [str(folder / "bin" / "python"), str(DRIVERS / client.driver)]
     for driver in DRIVERS.glob("*.mjs"):  # Node looks for packages beside the script
@@ -162,7 +162,9 @@ def command_of(client: Client) -> list[str]:
 
 
 def _run(*command: str | Path) -> None:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [*map(str, command)], capture_output=True, text=True, timeout=600, encoding="utf-8"
+    )
     assert done.returncode == 0, f"{command}: {done.stdout[-2000:]} {done.stderr[-2000:]}"
 
 
@@ -187,7 +189,10 @@ def serving(folder: Path) -> Iterator[Address]:
     shutil.copytree(DEMO, tools)
     config = tools / "tokenizer_config.json"
     config.write_text(
-        json.dumps({**json.loads(config.read_text()), "chat_template": TOOL_TEMPLATE})
+        json.dumps(
+            {**json.loads(config.read_text(encoding="utf-8")), "chat_template": TOOL_TEMPLATE}
+        ),
+        encoding="utf-8",
     )
     keys = folder / "keys.json"
     key = Keys(keys, must_exist=False).create("client", KeyLimits())
@@ -204,7 +209,9 @@ def drive(client: Client, address: Address) -> dict[str, Any]:
     command = [*command_of(client), address.url, address.key, *models]
     hidden = ("PYTHONPATH", "OPENAI_API_KEY", "OPENAI_BASE_URL")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=600, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return told

@@ -80,12 +80,12 @@ class TalkingRunner:
 def talking(folder: Path, source: str) -> AsyncLLM:
     """The engine of one template."""
     write_tokenizer(folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     named = {name: SPECIAL[name] for name in ("bos_token", "eos_token")}
     # As in the checkpoints: Mistral's marks are special tokens, DeepSeek's are tokens.
     marks = [mark for mark in ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]") if mark in source]
     config |= {**named, "chat_template": source, "additional_special_tokens": marks}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.tool_use is not None
     core = make_hash_core(

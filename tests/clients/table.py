@@ -36,7 +36,7 @@ def run() -> dict[str, dict[str, Any]]:
         }
         command = [sys.executable, "-m", "pytest", "-m", "clients", "tests/clients"]
         subprocess.run(command, cwd=ROOT, env=environment, check=False)
-        lines = findings.read_text().splitlines() if findings.exists() else []
+        lines = findings.read_text(encoding="utf-8").splitlines() if findings.exists() else []
     return {each["name"]: each for each in map(json.loads, lines)}
 
 
@@ -75,7 +75,7 @@ def page(found: dict[str, dict[str, Any]]) -> str:
 
 def main() -> int:
     found = run()
-    PAGE.write_text(page(found))
+    PAGE.write_text(page(found), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
     checks = [check["ok"] for each in found.values() for check in each["checks"]]
     return int(len(found) < len(CLIENTS) or not all(checks))

@@ -30,7 +30,7 @@ def test_a_client(client: Client, address: Address) -> None:
         told["checks"] += beside_transformers(told["found"])
     path = os.environ.get("INFER_CLIENTS_FINDINGS")
     if path:
-        with Path(path).open("a") as file:
+        with Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"name": client.name, **told}) + "\n")
     assert told["checks"]
     assert [check for check in told["checks"] if not check["ok"]] == []
@@ -54,7 +54,7 @@ def compare_endings(found: dict[str, Any]) -> str:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     hits, worst = 0, 0.0
-    lines = (TASKS / "endings.jsonl").read_text().splitlines()
+    lines = (TASKS / "endings.jsonl").read_text(encoding="utf-8").splitlines()
     for line, theirs in zip(map(json.loads, lines), found["likelihoods"], strict=True):
         context = tokenizer.encode("<|begin_of_text|>" + line["context"], add_special_tokens=False)
         ours = []
@@ -81,7 +81,7 @@ def compare_stories(found: dict[str, Any]) -> str:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     model: Any = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     hits, texts = 0, []
-    lines = (TASKS / "stories.jsonl").read_text().splitlines()
+    lines = (TASKS / "stories.jsonl").read_text(encoding="utf-8").splitlines()
     for line in map(json.loads, lines):
         prompt = "<|begin_of_text|>" + line["prompt"]
         ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])

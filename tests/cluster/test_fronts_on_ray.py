@@ -28,7 +28,7 @@ from tests.support.server_process import Findings
 from tests.support.serving import CHAT
 from tests.support.tenants import make
 
-ray = pytest.importorskip("ray", reason="pip install 'infer[cluster]'")
+ray = pytest.importorskip("ray", reason="pip install -e '.[cluster]'")
 
 pytestmark = [
     pytest.mark.cluster,

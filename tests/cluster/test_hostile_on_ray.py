@@ -30,7 +30,7 @@ from tests.support.ray_cluster import FRONT, RayCluster, ray_cluster
 from tests.support.server_process import Findings, bodies, cut, follow, percentile
 from tests.support.tenants import make
 
-pytest.importorskip("ray", reason="pip install 'infer[cluster]'")
+pytest.importorskip("ray", reason="pip install -e '.[cluster]'")
 
 pytestmark = [
     pytest.mark.cluster,
@@ -38,9 +38,9 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # Ray and what it brings have warnings of their own
 ]
 PORT = 8125
-VOCAB_SIZE = json.loads((Path(infer.__file__).parent / "demo_model/config.json").read_text())[
-    "vocab_size"
-]
+VOCAB_SIZE = json.loads(
+    (Path(infer.__file__).parent / "demo_model/config.json").read_text(encoding="utf-8")
+)["vocab_size"]
 
 
 @contextmanager
@@ -176,7 +176,7 @@ async def storm(streams: int, waves: int) -> dict[str, Any]:
 def resident_mib(cluster: RayCluster) -> float:
     """Resident memory of the front."""
     [pid] = cluster.pids(FRONT)
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1])
     return pages * 4096 / 2**20
 
 

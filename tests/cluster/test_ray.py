@@ -28,7 +28,7 @@ from tests.support.ray_cluster import ACTOR, ENGINE, GCS, REPLICA, STANDBY, RayC
 from tests.support.server_process import Findings
 from tests.support.stream_client import StreamHeard, stream
 
-pytest.importorskip("ray", reason="pip install 'infer[cluster]'")
+pytest.importorskip("ray", reason="pip install -e '.[cluster]'")
 
 NUM_ROUNDS = int(os.environ.get("INFER_CLUSTER_ROUNDS", "1"))
 pytestmark = [

@@ -20,8 +20,10 @@ from infer.runner.sampler import sample, sampler_for
 from infer.schedule.drafting import Drafter
 from infer.schedule.sequence import Sequence
 from infer.types import Request, RequestOutput
+from tests.support.cases import slow_but
 from tests.support.draft_checkpoints import write_first_layers, write_other_vocabulary
 from tests.support.eager_drafts import draft_eagerly
+from tests.support.isas import EXACT_DTYPE
 from tests.support.lattice import OPENING, preempt_at_every_third_step
 from tests.support.speculated import SETTINGS, WAYS, answers, requests_of, values
 
@@ -51,7 +53,9 @@ def run(llm: LLM) -> list[RequestOutput]:
     return answers(llm, ASKED)
 
 
-@pytest.fixture(scope="module", params=["auto", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=slow_but([EXACT_DTYPE], dict.fromkeys((EXACT_DTYPE, "float32")))
+)
 def plain(request: pytest.FixtureRequest) -> tuple[str, list[RequestOutput]]:
     with LLM(dtype=request.param, max_seq_len=512) as llm:
         return request.param, run(llm)

@@ -62,6 +62,7 @@ def assert_ends(script: str) -> None:
         text=True,
         timeout=250,
         check=False,
+        encoding="utf-8",
     )
     assert (done.returncode, done.stdout) == (0, "the last line"), done.stderr[-2000:]
 

@@ -15,6 +15,7 @@ from infer import LLM, RequestOutput, SamplingParams
 from infer.schedule.ngram_index import NgramIndex
 from tests.support.cases import slow_but
 from tests.support.eager_drafts import propose_eagerly
+from tests.support.isas import EXACT_DTYPE
 from tests.support.lattice import OPENING, preempt_at_every_third_step
 from tests.support.speculated import SETTINGS, WAYS, answers, requests_of, values
 
@@ -27,7 +28,7 @@ def run(llm: LLM) -> list[RequestOutput]:
     return answers(llm, ASKED)
 
 
-@pytest.fixture(scope="module", params=["auto", "float32"])
+@pytest.fixture(scope="module", params=dict.fromkeys((EXACT_DTYPE, "float32")))
 def plain(request: pytest.FixtureRequest) -> tuple[str, list[RequestOutput]]:
     with LLM(dtype=request.param, max_seq_len=512) as llm:
         return request.param, run(llm)

@@ -126,7 +126,8 @@ def test_a_chats_grammar_holds_behind_the_thoughts(
     template = tmp_path / "template.jinja"
     template.write_text(
         "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-        "{% if add_generation_prompt %}" + begun + "{% endif %}"
+        "{% if add_generation_prompt %}" + begun + "{% endif %}",
+        encoding="utf-8",
     )
     params = SamplingParams(grammar=Grammar.choice(["yes", "no"]), max_tokens=8, seed=1)
     conversation = [{"role": "user", "content": "Well?"}]
@@ -300,7 +301,7 @@ def test_a_failing_step_fails_loudly_and_frees_everything(
         ({"max_batch_size": 1.5}, "max_batch_size: must be an integer"),
         ({"max_batch_size": True}, "max_batch_size: must be an integer"),
         ({"batch_wait_timeout_s": float("nan")}, "batch_wait_timeout_s: must be at least 0"),
-        ({"batch_wait_timeout_s": float("inf")}, "batch_wait_timeout_s: must be at least 0"),
+        ({"batch_wait_timeout_s": float("inf")}, "batch_wait_timeout_s: must be a finite number"),
         ({"batch_wait_timeout_s": "1"}, "batch_wait_timeout_s: must be a number"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching: must be True or False"),
         ({"scheduler_policy": "lifo"}, "decode_round_robin, or module:function of your own; not"),

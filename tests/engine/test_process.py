@@ -41,6 +41,7 @@ from infer.engine.process.messages import (
     Text,
     decode_inward,
     decode_outward,
+    encode,
     reports,
 )
 from infer.engine.process.supervisor import EngineProcess
@@ -62,7 +63,7 @@ from infer.types.step_events import (
     StepEvents,
 )
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import launch_hash_llm, process_of, solo
+from tests.support.doubles import launch_hash_llm, pid_of, process_of, solo
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -121,7 +122,7 @@ def test_a_request_crosses_whole() -> None:
 
 def crossed(message: Inward | Outward) -> Any:
     """A message as the other process decodes it."""
-    frame = msgspec.msgpack.encode(message)
+    frame = encode(message)
     is_inward = isinstance(message, get_args(Inward))
     return decode_inward(frame) if is_inward else decode_outward(frame)
 
@@ -147,6 +148,45 @@ EXAMPLES = (
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
 def test_a_message_crosses_whole(message: Inward | Outward) -> None:
     assert crossed(message) == message
+
+
+def test_settings_cross_whole_that_are_no_valid_unicode() -> None:
+    """A path whose bytes the locale cannot decode has lone surrogates in Python."""
+    settings = {"model": "m\udcc3\udcb6del", "n": 1, "name": "ö", "share": {"index": 0}}
+    assert crossed(Begin("a:b", settings, 20)) == Begin("a:b", settings, 20)
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        (Log("infer.x", 20, "m\udcc3\udcb6del"), Log("infer.x", 20, "mödel")),
+        (Log("infer.x", 20, "\ud800"), Log("infer.x", 20, "\ufffd")),
+        (
+            Refused(ErrorRecord("m\udcf6del is missing", "LoadError")),
+            Refused(ErrorRecord("m\ufffddel is missing", "LoadError")),
+        ),
+    ],
+)
+def test_other_messages_are_made_readable(message: Outward, read: Outward) -> None:
+    assert crossed(message) == read
+
+
+@pytest.mark.parametrize("value", [10**30, -(2**70), object()])
+def test_settings_that_cannot_be_sent_end_the_load_at_once(value: Any) -> None:
+    """The process would wait for them until the load's time is up, which is an hour."""
+    with pytest.raises(LoadError, match="the engine's settings cannot be sent to it"):
+        launch_hash_llm(seed=1, page_size=value)
+    assert not children()
+
+
+def test_a_command_that_cannot_be_sent_ends_the_process_and_not_the_others() -> None:
+    async def body(llm: AsyncLLM) -> None:
+        before = pid_of(llm)
+        worker_of(llm).abort(object(), 1)  # type: ignore[arg-type]
+        await until(lambda: llm.is_ready and pid_of(llm) != before, 60)
+        assert (await llm.generate(llm.make_request("abc", GREEDY))).text
+
+    run(body)
 
 
 def test_each_kind_of_message_and_command_is_a_record_with_an_example() -> None:
@@ -223,10 +263,14 @@ def test_log_probabilities_of_long_prompts_cross_in_small_frames() -> None:
     assert not found[1].prompt_logprobs
     assert not found[3].prompt_logprobs
     assert [each.token_id for each in found] == [3, 4, 5, 6]
-    # An iterator reads a frame at a time.
-    started_s = time.thread_time()
-    assert next(iter(packed)) == entries[0]
-    assert time.thread_time() - started_s < 0.05
+    # An iterator reads a frame at a time: the others may be of any content until it comes to them.
+    first, *others = [e for e in map(decode_outward, frames) if isinstance(e, PromptScores)]
+    for event in (first, *(PromptScores(e.request_id, e.count, b"\xc1") for e in others)):
+        collector.add(event)
+    [output] = collector.complete([outputs[0]])
+    assert next(iter(output.prompt_logprobs or ())) == entries[0]
+    with pytest.raises(msgspec.DecodeError):
+        list(output.prompt_logprobs or ())
 
 
 @pytest.mark.parametrize("error", [LoadError("no such"), ConfigError("dtype", "must be: a")])
@@ -298,7 +342,7 @@ def test_what_keeps_an_engine_from_starting(
 
 
 def children() -> list[int]:
-    text = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text()
+    text = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text(encoding="utf-8")
     return [
         int(pid) for pid in text.split() if "infer.engine.process.child" in command_of(int(pid))
     ]
@@ -306,14 +350,14 @@ def children() -> list[int]:
 
 def command_of(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
+        return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
     except OSError:
         return ""
 
 
 def test_closing_ends_the_process_at_once_and_what_runs_with_an_error() -> None:
     async def main() -> None:
-        llm = launch_hash_llm(step_s=0.005)
+        llm = launch_hash_llm(step_s=0.5)  # the request would take minutes
         await llm.start()
         pid = worker_of(llm).pid
         assert pid is not None
@@ -321,9 +365,7 @@ def test_closing_ends_the_process_at_once_and_what_runs_with_an_error() -> None:
             llm.generate(llm.make_request("abc", GREEDY.replace(max_tokens=400)))
         )
         await until(lambda: llm.stats()["num_running"] == 1)
-        started_s = time.monotonic()
         await llm.close()
-        assert time.monotonic() - started_s < 2
         with pytest.raises(EngineError, match="shutting down"):
             await task
         assert not command_of(pid)
@@ -353,7 +395,9 @@ ORPHAN = textwrap.dedent(
 def test_the_process_dies_with_its_parent_and_the_parent_has_no_torch(step_s: str) -> None:
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     arguments = [sys.executable, "-c", ORPHAN, step_s]
-    with subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments, env=env, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as process:
         assert process.stdout is not None
         pid, has_torch = process.stdout.readline().split()
         assert has_torch == "False"

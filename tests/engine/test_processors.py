@@ -17,7 +17,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         file = root / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text + "\n")
+        file.write_text(text + "\n", encoding="utf-8")
     return root
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
 import msgspec
@@ -12,13 +12,18 @@ import pytest
 from infer import Grammar, SamplingParams
 from infer.errors import RequestError
 from infer.types import Sampling
+from infer.types.sampling import DEFAULTED, UNSET
 
 
-def test_each_field_is_an_argument_with_the_same_default() -> None:
+def test_each_field_is_an_argument_with_the_same_default_or_left_to_the_checkpoint() -> None:
     arguments = inspect.signature(SamplingParams).parameters
     defaults = {field.name: field.default for field in fields(Sampling)}
     assert MISSING not in defaults.values()
-    assert {name: each.default for name, each in arguments.items()} == defaults
+    found = {name: each.default for name, each in arguments.items()}
+    assert {name for name, value in found.items() if value is UNSET} == DEFAULTED
+    assert {name: defaults[name] if it is UNSET else it for name, it in found.items()} == defaults
+    assert SamplingParams().given == frozenset()
+    assert asdict(SamplingParams()) == asdict(Sampling())
     assert all(each.kind is each.KEYWORD_ONLY for each in arguments.values())
 
 
@@ -33,9 +38,17 @@ def test_each_argument_reaches_its_field() -> None:
     given |= {"logit_bias": ((1, 2.0),), "stop": ("a",), "stop_token_ids": (3,)}
     given |= {"grammar": Grammar.regex("a"), "allowed_token_ids": (4,), "bad_words": ("b",)}
     given |= {"min_tokens": 1, "prediction": "c"}
-    assert given.keys() == {field.name for field in fields(Sampling)}
+    assert given.keys() == {field.name for field in fields(Sampling)} - {"given"}
+    assert SamplingParams(**given).given == DEFAULTED
+    given["given"] = DEFAULTED
     assert asdict(SamplingParams(**given)) == asdict(Sampling(**given))
     assert asdict(Sampling(**given)) == {**given, "grammar": asdict(given["grammar"])}
+
+
+def test_a_copy_made_by_the_standard_library_has_everything_given() -> None:
+    params = replace(SamplingParams(top_k=3), temperature=0.5)
+    assert (params.top_k, params.temperature, params.given) == (3, 0.5, DEFAULTED)
+    assert SamplingParams(given=frozenset({"top_p"})).given == {"top_p"}
 
 
 @pytest.mark.parametrize(

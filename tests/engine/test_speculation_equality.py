@@ -16,6 +16,7 @@ from infer import LLM, RequestOutput, SamplingParams
 from infer.types.grammar import Grammar
 from tests.support.draft_checkpoints import write_first_layers
 from tests.support.eager_drafts import draft_eagerly, propose_eagerly
+from tests.support.isas import EXACT_DTYPE
 
 NUM_TOKENS = 20
 WAYS: dict[str, dict[str, Any]] = {
@@ -50,7 +51,7 @@ def answers(
     """The answers of each way, and the engine's statistics. `known`: answers, every other of which
     is given as the text that is likely to come."""
     asked = prompts(count)
-    with LLM(max_seq_len=256, **settings) as llm:
+    with LLM(max_seq_len=256, dtype=EXACT_DTYPE, **settings) as llm:
         found = {}
         for name, way in WAYS.items():
             texts = [output.text for output in (known or {}).get(name, ())] or [""] * count

@@ -24,6 +24,7 @@ from infer.text.grammars.compiler import Compiler, Constraint, Vocabulary
 from infer.text.grammars.grammar_thoughts import BehindThoughts
 from infer.types import Request
 from tests.support.eager_drafts import propose_eagerly
+from tests.support.isas import EXACT_DTYPE
 from tests.support.lattice import preempt_at_every_third_step
 
 CONFIG = '{"method": "ngram", "num_speculative_tokens": 6}'
@@ -80,13 +81,13 @@ def answers(core: EngineCore, asked: list[Request]) -> dict[str, Answer]:
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[dict[str, Answer]]:
-    with LLM(max_seq_len=256) as llm:
+    with LLM(max_seq_len=256, dtype=EXACT_DTYPE) as llm:
         yield answers(llm.core, requests(llm))
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(max_seq_len=256, speculative_config=CONFIG) as llm:
+    with LLM(max_seq_len=256, dtype=EXACT_DTYPE, speculative_config=CONFIG) as llm:
         yield llm
 
 
@@ -310,7 +311,7 @@ def test_a_fault_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fault(monkeypatch)
-    with LLM(max_seq_len=256, speculative_config=CONFIG) as llm:
+    with LLM(max_seq_len=256, dtype=EXACT_DTYPE, speculative_config=CONFIG) as llm:
         monkeypatch.setattr(NgramIndex, "propose", propose_from(plain, llm, 3))
         propose_eagerly(monkeypatch)
         watched = Watched(llm)

@@ -18,6 +18,7 @@ from infer.types import Request, RequestOutput
 from infer.types.grammar import Grammar
 from tests.support.doubles import pid_of
 from tests.support.draft_checkpoints import write_first_layers
+from tests.support.isas import EXACT_DTYPE
 
 FACTORY = "tests.support.eager_drafts:eager_blueprint"
 NUM_TOKENS = 500
@@ -33,7 +34,7 @@ SAMPLING = [
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[RequestOutput], bool]:
     """The answers of plain decoding, and whether their log-probabilities must be equal, too."""
-    with LLM(max_seq_len=1024) as llm:
+    with LLM(max_seq_len=1024, dtype=EXACT_DTYPE) as llm:
         outputs = llm.generate(["Once upon a time"] * len(SAMPLING), SAMPLING, use_tqdm=False)
         return outputs, str(llm.core.runner.caches[0].dtype) == "torch.bfloat16"  # type: ignore[attr-defined]
 
@@ -48,7 +49,8 @@ def test_another_engine_goes_on_with_the_same_tokens(
         config["model"] = str(write_first_layers(tmp_path / "draft", 6))
 
     async def main() -> tuple[list[RequestOutput], dict[str, Any], list[dict[str, Any]]]:
-        settings = {"max_seq_len": 1024, "speculative_config": json.dumps(config)}
+        settings: dict[str, Any] = {"max_seq_len": 1024, "dtype": EXACT_DTYPE}
+        settings["speculative_config"] = json.dumps(config)
         async with launch_factory(FACTORY, settings) as llm:
             requests: list[Request] = []
             for sampling, wanted in zip(SAMPLING, answers, strict=True):

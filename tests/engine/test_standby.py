@@ -43,7 +43,7 @@ def left() -> list[int]:
 
 def read(path: Path | str) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8")
     except OSError:
         return ""
 
@@ -101,7 +101,7 @@ def test_the_standby_becomes_the_next_engine_and_is_replaced(standby: Standby) -
             assert read(f"/proc/{pid}/oom_score_adj").strip() == "500"
         assert llm.stats()["num_restarts"] == 2
         pid = await prepared(standby)
-        assert read(f"/proc/{pid}/oom_score_adj").strip() == "1000"
+        await until(lambda: read(f"/proc/{pid}/oom_score_adj").strip() == "1000")
         before = cpu_ticks(pid)
         await asyncio.sleep(0.2)
         assert cpu_ticks(pid) <= before + 1, "it is idle"
@@ -237,7 +237,9 @@ PARENT = textwrap.dedent(
 def test_it_dies_with_its_parent() -> None:
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     arguments = [sys.executable, "-c", PARENT]
-    with subprocess.Popen(arguments, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments, env=env, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
         ends_s = time.monotonic() + 20

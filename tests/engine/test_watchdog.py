@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ HANG_S = 1.8
 
 def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
     async def main() -> Any:
-        async with launch_hash_llm(hang_s=HANG_S, **settings) as llm:
+        async with launch_hash_llm(**{"hang_s": HANG_S, **settings}) as llm:
             return await body(llm)
 
     return asyncio.run(main())
@@ -50,7 +52,7 @@ def test_a_stopped_process_is_replaced_and_its_streams_go_on(
 
     run(body, step_s=0.01, soft_limit_s=0.5)
     assert "it is killed" in caplog.text
-    assert caplog.text.count("its stacks follow") == 1
+    assert caplog.text.count("the stacks of its threads go to") == 1
 
 
 @pytest.mark.slow
@@ -60,7 +62,26 @@ def test_the_stacks_of_a_hanging_step_are_shown(caplog: pytest.LogCaptureFixture
             await llm.generate(llm.make_request([14], GREEDY))
 
     run(body, factory="tests.support.faulty:pill", soft_limit_s=0.5)
-    assert "faulty.py" in caplog.text
+    assert "faulty.py" not in caplog.text, "a terminal is not filled with stacks"
+    [file, *_] = re.findall(r"go to (\S+)", caplog.text)
+    assert "faulty.py" in Path(file).read_text(encoding="utf-8")
+    Path(file).unlink()
+
+
+def test_an_idle_engine_that_says_nothing_shows_no_stacks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As while another model is loaded on few cores."""
+
+    async def body(llm: AsyncLLM) -> None:
+        await asyncio.sleep(0.2)
+        os.kill(pid_of(llm), signal.SIGSTOP)
+        await asyncio.sleep(1.2)
+        os.kill(pid_of(llm), signal.SIGCONT)
+        await all_exact(llm, 1)
+
+    run(body, soft_limit_s=0.5, hang_s=60)
+    assert "stacks" not in caplog.text
 
 
 @pytest.mark.slow

@@ -36,6 +36,7 @@ if __name__ == "__main__":
 
 from infer.models.hub import SHIPPED_FOLDER
 from tests.fuzz.call import MODEL, Call, CallSequence, RawRequest, id_of
+from tests.support.commits import commit_of
 from tests.support.server_process import Served, served, stack_limit
 
 MODULES = {
@@ -139,7 +140,7 @@ class Watched:
         with stack_limit(self._stack_bytes):
             self.server: Served = self._stack.enter_context(served(arguments, log))
         self._engines = self.server.engine_pids()
-        assert self._engines, log.read_text()
+        assert self._engines, log.read_text(encoding="utf-8")
 
     def check(self, sent: Sent) -> None:
         """Send something; `AssertionError` if that breaks something, after its repair."""
@@ -369,6 +370,7 @@ def main() -> int:
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "minutes": minutes,
+        "commit": commit_of(root := Path(__file__).parents[2], root / "tests/fuzz/recorded.json"),
         **found,
     }
     print(json.dumps(result))
@@ -376,7 +378,7 @@ def main() -> int:
         for finding in result["findings"]:
             finding["what"] = finding["what"][:200]
             del finding["example"]
-        arguments.record.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 1 if found["findings"] else 0
 
 

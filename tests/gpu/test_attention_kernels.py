@@ -32,7 +32,7 @@ class Case:
     window: int | None = None
     softcap: float | None = None
     turn: str = "norms"
-    """norms, plain or none"""
+    """norms, plain, only norms or none"""
     ordered: bool = False
     kind: torch.dtype = torch.float32
     seed: int = 0
@@ -86,8 +86,10 @@ class Step:
         if self.case.turn == "none":
             return None
         norms = None
-        if self.case.turn == "norms":
+        if "norms" in self.case.turn:
             norms = HeadNorms(*(Norm(w.to(self.device), 1e-6) for w in self.norms))
+        if self.case.turn == "only norms":
+            return QKRotation(None, None, norms)
         return QKRotation(self.cos.to(self.device), self.sin.to(self.device), norms)
 
     def split(self, qkv: Tensor) -> list[Tensor]:
@@ -120,12 +122,12 @@ class Step:
         """In float64."""
         heads, groups = self.case.heads
         q, k, v = (part.double() for part in self.split(self.qkv))
-        if self.case.turn == "norms":
+        if "norms" in self.case.turn:
             q, k = (
                 x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w.double()
                 for x, w in zip((q, k), self.norms, strict=True)
             )
-        if self.case.turn != "none":
+        if self.case.turn in ("norms", "plain"):
             cos, sin = self.cos.double()[:, None], self.sin.double()[:, None]
             q, k = (
                 torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -198,7 +200,12 @@ def test_a_window_and_a_soft_cap(chunks: list[tuple[int, int]], device: torch.de
 
 @pytest.mark.parametrize(
     ("heads", "size", "page", "turn"),
-    [((3, 3), 80, 512, "none"), ((8, 1), 64, 16, "plain"), ((2, 2), 256, 5, "norms")],
+    [
+        ((3, 3), 80, 512, "none"),
+        ((8, 1), 64, 16, "plain"),
+        ((2, 2), 256, 5, "norms"),
+        ((4, 2), 48, 7, "only norms"),
+    ],
 )
 def test_heads_pages_and_turns(
     heads: tuple[int, int], size: int, page: int, turn: str, device: torch.device

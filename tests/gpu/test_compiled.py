@@ -126,7 +126,11 @@ def check(made: list[Compiled], capability: int, folder: Path) -> None:
         path = folder / "kernel.cubin"
         path.write_bytes(kernel.cubin)
         usage = subprocess.run(
-            [tool("cuobjdump"), "-res-usage", str(path)], capture_output=True, text=True, check=True
+            [tool("cuobjdump"), "-res-usage", str(path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            encoding="utf-8",
         )
         stacks = [int(n) for n in re.findall(r"STACK:(\d+)", usage.stdout)]
         assert stacks, usage.stdout

@@ -24,7 +24,12 @@ def run_interpreted(which: str) -> int:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PY_COLORS": "0", "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", str(HERE), "-m", which, "-p", "no:cacheprovider"]
     done = subprocess.run(
-        command, cwd=HERE.parent.parent, env=environment, capture_output=True, text=True
+        command,
+        cwd=HERE.parent.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-20_000:]
     found = re.search(r"(\d+) passed", done.stdout)

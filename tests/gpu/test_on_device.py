@@ -136,7 +136,9 @@ try:
 except RuntimeError as error:
     print(type(translated(error)).__name__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8"
+    )
     assert done.stdout.split() == ["MemoryError", "DeviceLostError"], done.stderr
 
 
@@ -151,7 +153,7 @@ def test_streams_go_on_after_kill_9(tmp_path: Path) -> None:
     with served(arguments, tmp_path / "log") as server:
         found = asyncio.run(kill_under_load(server, bodies(16, 200), 2, (0.5, 2.0)))
     print(found)
-    text = (tmp_path / "log").read_text()
+    text = (tmp_path / "log").read_text(encoding="utf-8")
     assert text.count("has died (SIGKILL)") == 2
     assert "is to blame" not in text
 

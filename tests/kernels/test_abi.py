@@ -26,7 +26,12 @@ def test_functions_have_the_types_of_their_declarations() -> None:
 def test_records_have_no_gaps() -> None:
     """static_assert holds the same sizes on the other side."""
     sizes = {name: record.size for name, record in loader.records().items()}
-    assert sizes == {"DrawRow": 48, "LayerAddresses": 48, "CacheAddresses": 24}
+    assert sizes == {
+        "DrawRow": 48,
+        "LayerAddresses": 48,
+        "CacheAddresses": 24,
+        "AngleAddresses": 16,
+    }
     assert loader.records()["DrawRow"].format == "dddQQQ"
 
 
@@ -34,7 +39,9 @@ def test_a_library_of_another_interface_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     changed = tmp_path / "abi.h"
-    changed.write_text(loader.ABI.read_text() + "void infer_more(void);\n")
+    changed.write_text(
+        loader.ABI.read_text(encoding="utf-8") + "void infer_more(void);\n", encoding="utf-8"
+    )
     monkeypatch.setattr(loader, "ABI", changed)
     loader.library.cache_clear()
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import gguf
 import numpy as np
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Q
 from torch import Tensor
 
-from infer.kernels import linear, loader
+from infer.kernels import loader
 from infer.kernels.blocks import NUMBERS, BlockWeight, packed_bytes
 from infer.kernels.invariance import batch_invariance_problem
 from infer.kernels.linear import (
@@ -90,9 +90,7 @@ def test_a_row_is_the_same_in_any_company(kind: str, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_all_instruction_sets_give_the_same_bits(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_instruction_sets_give_the_same_bits(kind: str, ask_for: Callable[[str], None]) -> None:
     """Except the portable ones, which round products before they are added."""
     weight, _ = made(kind, 70, 768)
     sets = [name for name in loader.instruction_sets() if name != "portable"]
@@ -100,7 +98,7 @@ def test_all_instruction_sets_give_the_same_bits(
         pytest.skip("one instruction set only")
     found = []
     for name in sets:
-        monkeypatch.setenv(linear.VARIABLE, name)
+        ask_for(name)
         layer = NativeLinear([weight], fusion=Fusion(float_out=True))
         found.append(torch.cat([layer(inputs(rows, 768)) for rows in (1, 2, 3, 5, 40)]))
     assert found[0].any()

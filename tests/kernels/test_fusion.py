@@ -160,6 +160,7 @@ def test_whole_numbers_are_exact_on_older_cpus(isa: str) -> None:
         text=True,
         check=False,
         timeout=280,
+        encoding="utf-8",
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout
@@ -267,6 +268,8 @@ def test_all_instruction_sets_agree_in_whole_numbers(
 ) -> None:
     """Packed weights and results have the same bits, and so have the norm, the bias and the sum."""
     sets = loader.instruction_sets()
+    if len(sets) < 2:
+        pytest.skip("one instruction set at most")
     norm = Norm(1 + random(k, seed=3) / 4, 1e-5)
     layers = []
     for isa in sets:

@@ -34,7 +34,11 @@ is_x86 = platform.machine() == "x86_64"
 def run(*command: object, **settings: object) -> str:
     """What a command prints; its error fails the test."""
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, **settings
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        **settings,
+        encoding="utf-8",
     )  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return str(done.stdout)

@@ -1,7 +1,14 @@
-"""Tests of `LayerStack`: one call for all layers gives the same bits as the decoder's own loop."""
+"""Tests of `LayerStack`: one call for all layers gives the same bits as the decoder's own loop.
+
+They run on every family whose decoder makes a stack, in every odd shape of `model_shapes`. What the
+stack cannot compute it refuses, and the loop is used.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,37 +18,37 @@ from torch import Tensor
 from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
 from infer.kernels import linear, loader
+from infer.kernels.layer_stack import LayerStack, obstacle, stack_layers
+from infer.kernels.linear import Norm
+from infer.kernels.rotary import HeadNorms, QKRotation
+from infer.models import decoder
 from infer.models.decoder import Decoder
 from infer.models.model import build_model
-from infer.models.registry import parse_model_config
-from infer.models.weights import dummy_source
+from infer.models.model_config import LayerConfig, ModelConfig
+from infer.models.registry import ARCHITECTURES, read_model_config
+from infer.models.weights import open_checkpoint
 from infer.runner.kv_storage import KVStorage
+from tests.support.checkpoints import VOCAB_SIZE, architecture_of, write_checkpoint
+from tests.support.model_shapes import SHAPES
 
 CPU = torch.device("cpu")
-
-SHAPE = {
-    "vocab_size": 300,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
-FAMILIES: list[dict[str, Any]] = [
-    {"architectures": ["LlamaForCausalLM"]},
-    {"architectures": ["Qwen2ForCausalLM"]},  # with biases
-    {"architectures": ["Qwen3ForCausalLM"]},  # with head norms
-    {"architectures": ["MistralForCausalLM"], "sliding_window": 20},
+DECODER = f"{Decoder.__module__}:{Decoder.__name__}"
+FAMILIES = [
+    family for family in SHAPES if ARCHITECTURES[architecture_of(family)].decoder == DECODER
 ]
+CASES = [(family, name) for family in FAMILIES for name in SHAPES[family]]
 
 
-def make(family: dict[str, Any], quantization: str | None) -> Decoder:
-    source = dummy_source(torch.bfloat16, CPU).with_layers(quantization)
-    model = build_model(parse_model_config({**SHAPE, **family}, "test"), source, 256)
+def make(
+    folder: Path,
+    family: str,
+    quantization: str | None = None,
+    changes: Callable[[ModelConfig], ModelConfig] = lambda config: config,
+    **shape: Any,
+) -> Decoder:
+    write_checkpoint(folder, family, **shape)
+    source = open_checkpoint(folder, torch.bfloat16, CPU).with_layers(quantization)
+    model = build_model(changes(read_model_config(folder)), source, 256)
     assert isinstance(model, Decoder)
     return model
 
@@ -50,13 +57,7 @@ def run(model: Decoder, held: torch.dtype, *, as_stack: bool) -> list[Tensor]:
     """Results of a prompt of 70 tokens, of a second one of 17, and of a decode of both."""
     config = model.config
     storage = KVStorage(config, 16, 16, dtype=held, device=CPU)
-    backend = NativeBackend(
-        storage.keys,
-        storage.values,
-        num_heads=config.num_heads,
-        scale=config.attention_scale,
-        windows=[config.window(layer) for layer in range(config.num_layers)],
-    )
+    backend = NativeBackend(storage.keys, storage.values, **config.attention())
     calls = []
 
     def attend(*arguments: Any) -> Tensor:
@@ -64,7 +65,7 @@ def run(model: Decoder, held: torch.dtype, *, as_stack: bool) -> list[Tensor]:
         return backend(*arguments)
 
     tables = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 0, 0, 0]])
-    tokens = torch.arange(200) % 300
+    tokens = torch.arange(200) % VOCAB_SIZE
     results = []
     for spans in ([(0, 70), (0, 17)], [(70, 71), (17, 18)]):
         starts = [0, spans[0][1] - spans[0][0]]
@@ -75,22 +76,237 @@ def run(model: Decoder, held: torch.dtype, *, as_stack: bool) -> list[Tensor]:
         backend.plan(BatchLayout(starts, [end for _, end in spans], slots, tables))
         results.append(model.forward(tokens[positions], positions, backend if as_stack else attend))
     assert len(calls) == (0 if as_stack else 2 * config.num_layers)
-    return results
+    return [*results, *storage.keys, *storage.values]
 
 
-@pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family["architectures"][0])
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_a_stack_is_its_layers(family: dict[str, Any], quantization: str | None) -> None:
-    model = make(family, quantization)
+def assert_same(model: Decoder) -> None:
     assert model.stack is not None
+    config = model.config
     for held in (torch.bfloat16, torch.int8):
-        if held == torch.int8 and loader.int8_cache_obstacle(64, 16):
+        if held == torch.int8 and loader.int8_cache_obstacle(config.head_dim, 16):
             continue
         ours, theirs = (run(model, held, as_stack=as_stack) for as_stack in (True, False))
         assert all(map(torch.equal, ours, theirs))
 
 
-def test_other_layers_are_no_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_stack_is_its_layers(family: str, quantization: str | None, tmp_path: Path) -> None:
+    shape = {**next(iter(SHAPES[family].values())), "hidden_size": 256, "head_dim": 64}
+    assert_same(make(tmp_path, family, quantization, **shape))
+
+
+@pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {case[1]}")
+def test_of_every_shape(case: tuple[str, str], tmp_path: Path) -> None:
+    family, name = case
+    assert_same(make(tmp_path, family, **SHAPES[family][name]))
+
+
+def each_its_own(config: ModelConfig) -> ModelConfig:
+    """Layers with another RoPE and other windows each, of which the second does not rotate."""
+    ropes = [dataclasses.replace(config.rope, theta=100.0 + i) for i in range(config.num_layers)]
+    windows = [None, 9, 33]
+    return dataclasses.replace(
+        config,
+        ropes=tuple(None if i == 1 else rope for i, rope in enumerate(ropes)),
+        windows=tuple(windows[i % 3] for i in range(config.num_layers)),
+    )
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_may_differ(family: str, tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"hidden_size": 256, "head_dim": 64}
+    model = make(tmp_path, family, changes=each_its_own, **shape)
+    assert_same(model)
+    alike = make(tmp_path, family, **shape)
+    ours, theirs = (run(each, torch.bfloat16, as_stack=True) for each in (model, alike))
+    assert not any(map(torch.equal, ours[:2], theirs[:2]))
+
+
+def test_other_layers_are_no_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(linear.VARIABLE, "onednn")
-    assert make(FAMILIES[0], None).stack is None
+    assert make(tmp_path, "llama").stack is None
+
+
+# What is refused.
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Decoder:
+    if reason := linear.native_obstacle():
+        pytest.skip(reason)
+    return make(tmp_path, "qwen3")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaterModelConfig(ModelConfig):
+    """With a property that no family had before."""
+
+    residual_scale: float = 1.0
+    """Factor of what a layer adds."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaterLayerConfig(LayerConfig):
+    """With a property that no layer had before."""
+
+    has_gate: bool = False
+    """Whether attention has a gate."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnevenModelConfig(ModelConfig):
+    """With a property of its last layer only."""
+
+    last_has_gate: bool = False
+    """Whether attention of the last layer has a gate."""
+
+    def layer(self, index: int) -> LayerConfig:
+        """The layer with its new property."""
+        has_gate = self.last_has_gate and index == self.num_layers - 1
+        fields = dataclasses.asdict(super().layer(index)) | {"rope": self.rope}
+        return LaterLayerConfig(**fields, has_gate=has_gate)
+
+
+def later(kind: type[ModelConfig], config: ModelConfig, **changes: Any) -> ModelConfig:
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return kind(**values, **changes)
+
+
+def test_an_unknown_property_is_refused(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = [layer.parts() for layer in model.layers]
+    assert stack_layers(model.config, parts) is not None
+    assert obstacle(later(LaterModelConfig, model.config), parts) is None
+    reason = obstacle(later(LaterModelConfig, model.config, residual_scale=0.5), parts)
+    assert reason is not None
+    assert "residual_scale = 0.5" in reason
+    known = "infer.kernels.layer_stack.MODEL_PROPERTIES"
+    monkeypatch.setattr(known, {"last_has_gate", *vars(model.config)})
+    assert obstacle(later(UnevenModelConfig, model.config), parts) is None
+    reason = obstacle(later(UnevenModelConfig, model.config, last_has_gate=True), parts)
+    assert reason is not None
+    assert "has_gate = True" in reason
+
+
+def test_layers_that_the_call_cannot_take_are_refused(model: Decoder, tmp_path: Path) -> None:
+    config = model.config
+    parts = [layer.parts() for layer in model.layers]
+    qkv, o, gate_up, down, norms = parts[1]
+    assert norms is not None
+
+    def reason(*changed: Any) -> str:
+        return obstacle(config, [parts[0], changed, *parts[2:]]) or ""
+
+    assert reason(*parts[1]) == ""
+    assert reason(qkv, o, gate_up, down, None) == ""
+    other_eps = HeadNorms(Norm(norms.q.weight, 0.1), norms.k)
+    assert "eps" in reason(qkv, o, gate_up, down, other_eps)
+    whole = HeadNorms(Norm(torch.ones(96), norms.q.eps), norms.k)
+    assert "norm is not over one head" in reason(qkv, o, gate_up, down, whole)
+    wider = make(tmp_path / "wider", "qwen3", intermediate_size=128).layers[1].parts()
+    assert "differ in size" in reason(*wider)
+    fewer = make(tmp_path / "fewer", "qwen3", num_key_value_heads=1).layers[1].parts()
+    assert "do not fit" in reason(*fewer)
+    assert "do not fit" in reason(qkv, o, wider[2], down, norms)
+    assert "PlainLinear" in reason(linear.PlainLinear(torch.ones(3, 3)), o, gate_up, down, norms)
+    assert "float32" in reason(qkv, model.lm_head, gate_up, down, norms)
+    assert "declared" in str(obstacle(config, parts[:2]))
+
+
+Call = Callable[..., Tensor]
+
+
+def scaled(call: Call) -> Call:
+    return lambda self, x, *rest: 0.5 * call(self, x, *rest)
+
+
+def without_rotation(call: Call) -> Call:
+    def changed(self: Any, x: Tensor, angles: Any, attend: Any) -> Tensor:
+        own = [None] * len(angles) if self.attention.layer.index == 1 else angles
+        return call(self, x, own, attend)
+
+    return changed
+
+
+def with_another_rotation(call: Call) -> Call:
+    def changed(self: Any, x: Tensor, angles: Any, attend: Any) -> Tensor:
+        own = [(sin, cos) for cos, sin in angles]
+        return call(self, x, own if self.attention.layer.index == 2 else angles, attend)
+
+    return changed
+
+
+def without_head_norms(call: Call) -> Call:
+    def changed(self: Any, x: Tensor, angles: Any, attend: Any) -> Tensor:
+        def own(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation) -> Tensor:
+            return attend(layer, q, k, v, QKRotation(rotation.cos, rotation.sin, None))
+
+        return call(self, x, angles, own)
+
+    return changed
+
+
+def with_larger_values(call: Call) -> Call:
+    def changed(self: Any, x: Tensor, angles: Any, attend: Any) -> Tensor:
+        def own(layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation) -> Tensor:
+            return attend(layer, q, k, 1.01 * v, rotation)
+
+        return call(self, x, angles, own)
+
+    return changed
+
+
+def in_parallel(call: Call) -> Call:
+    return lambda self, x, angles, attend: (
+        self.attention(x, angles, attend, residual=x) + self.mlp(x)
+    )
+
+
+def with_a_norm_behind(call: Call) -> Call:
+    return lambda self, x, *rest: torch.nn.functional.rms_norm(call(self, x, *rest), x.shape[-1:])
+
+
+CHANGES = (
+    *(scaled, without_rotation, with_another_rotation, without_head_norms, with_larger_values),
+    *(in_parallel, with_a_norm_behind),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_layer_that_does_something_else_is_computed_by_the_loop(
+    change: Callable[[Call], Call],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing declares it: what the layers do is compared when the model is loaded."""
+    if reason := linear.native_obstacle():
+        pytest.skip(reason)
+    monkeypatch.setattr(decoder.DecoderLayer, "__call__", change(decoder.DecoderLayer.__call__))
+    monkeypatch.setattr(LayerStack, "__call__", None)
+    assert make(tmp_path, "qwen3").stack is None
+    assert "something else than the model's own layers" in caplog.text
+
+
+def test_so_is_a_loop_that_does_something_else(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if reason := linear.native_obstacle():
+        pytest.skip(reason)
+
+    class Later(Decoder):
+        """Its layers read the embeddings again."""
+
+        def forward(self, tokens: Tensor, positions: Tensor, attend: Any) -> Tensor:
+            if self.stack is not None and hasattr(attend, "through"):
+                return super().forward(tokens, positions, attend)
+            x = first = self.embedding.index_select(0, tokens)
+            for layer in self.layers:
+                x = layer(x + first, self.rope.at(positions), attend)
+            return x
+
+    monkeypatch.setattr(decoder, "Decoder", Later)
+    assert make(tmp_path, "llama").stack is None

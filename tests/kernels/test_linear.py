@@ -155,6 +155,8 @@ def test_without_it_torch_multiplies(cause: str, monkeypatch: pytest.MonkeyPatch
         none = {"infer_linear_runs_here": lambda _: 0, "infer_set_isa": lambda _: None}
         library = SimpleNamespace(**none)
         monkeypatch.setattr(loader, "library", lambda: library)
+        monkeypatch.setattr(loader, "instruction_sets", lambda: ("portable",))
+        monkeypatch.delenv(loader.ISA_VARIABLE, raising=False)
     monkeypatch.delenv(linear.VARIABLE, raising=False)
     weight, b = layer(48, 20, True)
     x = rows(3, 48)

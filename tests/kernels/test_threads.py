@@ -112,5 +112,6 @@ def test_after_a_fork_both_processes_compute() -> None:
         capture_output=True,
         text=True,
         timeout=120,
+        encoding="utf-8",
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -40,14 +40,14 @@ def test_what_tiles_compute(tmp_path: Path) -> None:
     built = subprocess.run(
         [sys.executable, "setup.py", *build],
         cwd=ROOT, env={**os.environ, **defined}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    encoding="utf-8")  # fmt: skip
     found = list(tmp_path.glob("infer/kernels/_kernels*.so"))
     assert found, built.stderr
     tests = ["tests/attention", "tests/kernels", "-p", "no:cacheprovider"]
     ran = subprocess.run(
         [sys.executable, "-c", RUN, str(found[0].with_name("loader.py")), *tests],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-    )  # fmt: skip
+    encoding="utf-8")  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-5000:]
 
 
@@ -64,5 +64,7 @@ def test_the_sources_compile_without_warnings(compiler: str) -> None:
     sources = [*csrc.glob("*.cpp"), *(csrc / f"isa/{name}.cpp" for name in names)]
     flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
     for source in sources:
-        done = subprocess.run([compiler, *flags, str(source)], capture_output=True, text=True)
+        done = subprocess.run(
+            [compiler, *flags, str(source)], capture_output=True, text=True, encoding="utf-8"
+        )
         assert done.returncode == 0, done.stderr[-3000:]

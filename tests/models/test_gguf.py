@@ -16,7 +16,8 @@ from gguf import GGMLQuantizationType as Q
 
 from infer import LLM, SamplingParams
 from infer.errors import LoadError
-from infer.models.gguf_file import GGUFFile, readable_types
+from infer.models.gguf_blocks import readable_types
+from infer.models.gguf_file import GGUFFile
 from tests.support.checkpoints import END_ID, EOS_ID, make_model, write_tokenizer
 from tests.support.gguf_files import dense_logits, write, write_gpt2
 from tests.support.model_shapes import LINEAR, LLAMA3, YARN
@@ -152,7 +153,7 @@ def test_gemma_query_scale(layers: int, scale: float, tmp_path: Path) -> None:
     """The 27B model, identified by its layers, divides by hidden / heads; others by head_dim."""
     model = make_model("gemma3", num_hidden_layers=layers, hidden_size=64, intermediate_size=32)
     write(tmp_path / "m.gguf", "gemma3", model)
-    assert GGUFFile(tmp_path / "m.gguf").config.attention_scale == pytest.approx(scale)
+    assert GGUFFile(tmp_path / "m.gguf").config.attention()["scale"] == pytest.approx(scale)
 
 
 def test_the_whole_engine(tmp_path: Path) -> None:
@@ -221,13 +222,13 @@ def test_wrong_numbers(what: str, good: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    (tmp_path / "text.gguf").write_text("hello")
+    (tmp_path / "text.gguf").write_text("hello", encoding="utf-8")
     assert "text.gguf is not a GGUF file" in refusal(tmp_path / "text.gguf")
     (tmp_path / "empty.gguf").write_bytes(b"")
     assert "empty.gguf is not a GGUF file" in refusal(tmp_path / "empty.gguf")
     assert "gone.gguf does not exist" in refusal(tmp_path / "gone.gguf")
     assert "one GGUF file in it: empty.gguf, text.gguf" in refusal(tmp_path)
-    (tmp_path / "model.bin").write_text("hello")
+    (tmp_path / "model.bin").write_text("hello", encoding="utf-8")
     assert "give the folder of a checkpoint, a .gguf file, or a hub id" in refusal(
         tmp_path / "model.bin"
     )

@@ -24,8 +24,9 @@ from infer.engine.build.assemble import plan_for
 from infer.errors import LoadError
 from infer.kernels.invariance import linears
 from infer.kernels.linear import BlockEmbedding, NativeLinear, native_obstacle
-from infer.models.gguf_blocks import as_held, held_kind
+from infer.models.gguf_blocks import as_held, held_kind, numbers
 from infer.models.gguf_file import GGUFFile
+from infer.models.gguf_reader import KINDS, TENSOR_KINDS
 from infer.models.hub import locate
 from tests.support.checkpoints import make_model
 from tests.support.gguf_files import blocks, dense_logits, write, write_gpt2
@@ -88,7 +89,9 @@ def test_blocks_are_kept_by_default(mixed: Path) -> None:
         del runner
         gc.collect()
         if (maps := Path("/proc/self/maps")).exists():
-            assert str(mixed) not in maps.read_text(), "the file's pages count as the process's"
+            assert str(mixed) not in maps.read_text(encoding="utf-8"), (
+                "the file's pages count as the process's"
+            )
     layers: list[Any] = [*linears(model), model.embedding]
     held = sum(layer.packed.nbytes for layer in layers)
     assert held <= 1.1 * mixed.stat().st_size
@@ -114,6 +117,7 @@ import torch
 from infer.errors import LoadError
 from infer.files import reading
 from infer.models.gguf_file import GGUFFile
+from infer.models.gguf_reader import KINDS, TENSOR_KINDS
 from infer.models.model import build_model
 
 warnings.simplefilter("ignore")
@@ -159,7 +163,9 @@ print("refused", refused)
 
 def mutate(path: Path, folder: Path, seed: int, count: int) -> None:
     command = [sys.executable, "-c", MUTATE, str(path), str(folder / "bad.gguf"), str(seed)]
-    done = subprocess.run([*command, str(count)], capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        [*command, str(count)], capture_output=True, text=True, timeout=1200, encoding="utf-8"
+    )
     reached = done.stdout.splitlines()[-1:] or ["nothing"]
     assert done.returncode == 0, f"mutation {reached[0]} of seed {seed}: {done.stderr[-2000:]}"
     assert reached[0].startswith("refused")
@@ -244,10 +250,12 @@ def test_other_types_are_converted(kind: Q) -> None:
     rows = blocks((3, 512), kind)
     if kind == Q.MXFP4:
         rows.reshape(-1, 17)[:, 0] = np.resize([118, 121, 124], rows.size // 17)  # exponents
-    held = held_kind(kind, 512)
+    stored = KINDS[kind.name]
+    held = held_kind(stored, 512)
     assert held is not None
     before = gguf.quants.dequantize(rows, kind).reshape(-1, 32)
-    after = gguf.quants.dequantize(as_held(rows, kind, held, 512), Q[held]).reshape(-1, 32)
+    assert np.array_equal(numbers(rows, stored).numpy().reshape(-1, 32), before)
+    after = gguf.quants.dequantize(as_held(rows, stored, held), Q[held]).reshape(-1, 32)
     error, largest = np.abs(before - after).max(axis=1), np.abs(before).max(axis=1)
     assert np.median(largest) > 0
     if kind in EXACT:
@@ -259,4 +267,23 @@ def test_other_types_are_converted(kind: Q) -> None:
 
 def test_what_is_not_quantised_is_not_held_in_blocks() -> None:
     for kind in (Q.F32, Q.F16, Q.BF16, Q.I32):
-        assert held_kind(kind, 256) is None
+        assert held_kind(KINDS[kind.name], 256) is None
+
+
+def test_the_types_have_the_sizes_of_the_format() -> None:
+    ours = {number: (kind.name, kind.block, kind.block_bytes)
+            for number, kind in TENSOR_KINDS.items()}  # fmt: skip
+    theirs = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
+    assert ours == theirs
+
+
+def test_parts_of_a_conversion_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor of several parts has the numbers that it has as one."""
+    for kind in (Q.Q4_1, Q.Q5_0, Q.Q3_K, Q.IQ4_XS):
+        rows, stored = blocks((3, 1024), kind), KINDS[kind.name]
+        held = str(held_kind(stored, 1024))
+        whole, numbers_of_whole = as_held(rows, stored, held), numbers(rows, stored)
+        with monkeypatch.context() as patch:
+            patch.setattr("infer.models.gguf_blocks._PART_NUMBERS", 256)
+            assert np.array_equal(as_held(rows, stored, held), whole)
+            assert torch.equal(numbers(rows, stored), numbers_of_whole)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from infer.cli.planning import run_models
 from infer.errors import LoadError
-from infer.models.hub import SHIPPED_FOLDER, SHIPPED_NAME, locate, select_gguf
+from infer.models.gguf_names import select_gguf
+from infer.models.hub import SHIPPED_FOLDER, SHIPPED_NAME, cached_checkpoints, locate
 from tests.support.checkpoints import write_checkpoint
 
 
@@ -34,7 +36,9 @@ def in_a_process(hub: Path, code: str, **environment: str) -> subprocess.Complet
     """Run code in a new process, because the hub's library reads its environment when imported."""
     env = {**os.environ, "HF_HUB_CACHE": str(hub), **environment}
     command = [sys.executable, "-c", "from infer.models.hub import locate\n" + code]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=60, encoding="utf-8"
+    )
 
 
 def test_offline_and_absent_is_said_clearly(tmp_path: Path) -> None:
@@ -49,7 +53,7 @@ def test_offline_and_cached_is_found(tmp_path: Path) -> None:
     repo = tmp_path / "models--owner--name"
     write_checkpoint(repo / "snapshots" / commit)
     (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(commit)
+    (repo / "refs" / "main").write_text(commit, encoding="utf-8")
     result = in_a_process(tmp_path, "print(locate('owner/name'))", HF_HUB_OFFLINE="1")
     assert str(repo / "snapshots" / commit) in result.stdout, result.stderr
     pinned = f"print(locate('owner/name', revision='{commit}'))"
@@ -130,7 +134,7 @@ def with_fake_hub(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
     """Run code in a process in which a hub has the files above."""
     lines = f"from infer.models.hub import locate\nFILES = {FILES}\n{FAKE_HUB}\n{code}"
     command = [sys.executable, "-c", lines, str(folder)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, encoding="utf-8")
 
 
 def test_all_parts_are_downloaded_and_no_other_file(tmp_path: Path) -> None:
@@ -155,10 +159,47 @@ def test_a_cached_gguf_file_is_found_offline(tmp_path: Path) -> None:
     snapshot.mkdir(parents=True)
     (snapshot / "model-Q4_K_M.gguf").touch()
     (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(commit)
+    (repo / "refs" / "main").write_text(commit, encoding="utf-8")
     result = in_a_process(tmp_path, "print(locate('owner/name:Q4_K_M'))", HF_HUB_OFFLINE="1")
     assert str(snapshot / "model-Q4_K_M.gguf") in result.stdout, result.stderr
     result = in_a_process(tmp_path, "locate('owner/name:Q8_0')", HF_HUB_OFFLINE="1")
     assert "has no 'Q8_0'; there are: Q4_K_M" in result.stderr
     result = in_a_process(tmp_path, "locate('owner/absent:Q8_0')", HF_HUB_OFFLINE="1")
     assert "owner/absent is not in the local hub cache" in result.stderr
+
+
+BROKEN: dict[str, str | bytes] = {
+    "a-list": "[1]",
+    "deep": "[" * 100_000,
+    "latin": b'{"architectures": ["\xe9"]}',
+    "mapping": '{"architectures": {"a": 1}}',
+    "number": '{"architectures": 5}',
+    "numbers": '{"architectures": [[1]]}',
+    "text": '{"architectures": "LlamaForCausalLM"}',
+    "nothing": "",
+}
+
+
+def test_what_cannot_be_read_in_the_cache_is_a_row_and_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs: dict[str, str | bytes] = {**BROKEN, "good": '{"architectures": ["GPT2LMHeadModel"]}'}
+    for name, config in configs.items():
+        repository = tmp_path / f"models--them--{name}"
+        snapshot = repository / "snapshots" / ("a" * 40)
+        snapshot.mkdir(parents=True)
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("a" * 40, encoding="utf-8")
+        content = config if isinstance(config, bytes) else config.encode()
+        (snapshot / "config.json").write_bytes(content)
+    (tmp_path / "models--them--odd").mkdir()  # without snapshots
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "400")
+    found = {each.name.removeprefix("them/"): each for each in cached_checkpoints()}
+    assert found.keys() == {*configs, "odd"}
+    assert {name for name, each in found.items() if each.unreadable} == {*BROKEN, "odd"}
+    assert found["good"].architecture == "GPT2LMHeadModel"
+    run_models()
+    shown = capsys.readouterr().out
+    assert shown.count("unreadable: ") == len(BROKEN) + 1
+    assert "them/good" in shown

@@ -41,14 +41,14 @@ def test_the_text_part_of_a_multimodal_gemma3(tmp_path: Path, prefix: str, visio
     rename(
         tmp_path, lambda name: prefix + name.removeprefix("model."), **{vision: torch.ones(2, 2)}
     )
-    text = json.loads((tmp_path / "config.json").read_text())
+    text = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     raw = {
         "architectures": ["Gemma3ForConditionalGeneration"],
         "dtype": text.pop("dtype"),
         "text_config": text,
         "vision_config": {"hidden_size": 8},
     }
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     assert_same(tmp_path, theirs)
 
 

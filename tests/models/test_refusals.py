@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from infer import LLM
+from infer.engine.build.runner_factory import make_attention
 from infer.errors import LoadError
+from infer.models.model_config import LayerConfig, ModelConfig
+from infer.runner.kv_storage import KVStorage
 from tests.support.checkpoints import write_llama
 
 
@@ -22,8 +27,8 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def broken(good: Path, to: Path, **config: object) -> Path:
     shutil.copytree(good, to, dirs_exist_ok=True)
-    raw = json.loads((to / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps({**raw, **config}))
+    raw = json.loads((to / "config.json").read_text(encoding="utf-8"))
+    (to / "config.json").write_text(json.dumps({**raw, **config}), encoding="utf-8")
     return to
 
 
@@ -84,3 +89,26 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     next(iter(sorted(tmp_path.glob("model-00002-*")))).unlink()
     with pytest.raises(LoadError, match="model-00002-of"):
         LLM(str(tmp_path))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Uneven(ModelConfig):
+    """A model whose last layer has smaller heads."""
+
+    def layer(self, index: int) -> LayerConfig:
+        layer = super().layer(index)
+        size = layer.head_dim // (2 if index == self.num_layers - 1 else 1)
+        return dataclasses.replace(layer, head_dim=size)
+
+
+def test_layers_with_other_heads_are_refused_by_attention() -> None:
+    """The cache has the shape of each layer, and no backend computes two shapes."""
+    config = Uneven(
+        architecture="X", vocab_size=9, hidden_size=64, intermediate_size=64, num_layers=2,
+        num_heads=4, num_kv_heads=2, head_dim=16, max_seq_len=64, norm_eps=1e-6,
+        tie_embeddings=True, dtype="float32",
+    )  # fmt: skip
+    storage = KVStorage(config, 2, 4, dtype=torch.float32, device=torch.device("cpu"))
+    assert [cache.shape[-1] for cache in storage.keys] == [16, 8]
+    with pytest.raises(LoadError, match=r"layers differ in head_dim \(8, 16\)"):
+        make_attention("auto", storage, config)

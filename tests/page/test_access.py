@@ -27,7 +27,9 @@ MARKDOWN = (
 
 def violations(page: Any) -> list[str]:
     """What axe-core finds, each with its elements."""
-    page.evaluate(AXE.read_text() + ";0")  # not a script element, which the policy forbids
+    page.evaluate(
+        AXE.read_text(encoding="utf-8") + ";0"
+    )  # not a script element, which the policy forbids
     page.wait_for_timeout(100)
     found = page.evaluate(
         "async (tags) => (await axe.run(document, {runOnly: {type: 'tag', values: tags}}))"

@@ -102,14 +102,14 @@ def test_a_recording_is_saved_and_opened(reader: Reader, url: str, tmp_path: Pat
         page.click(".engine-controls button >> nth=1")
     file = tmp_path / "steps.json"
     download.value.save_as(file)
-    recording = json.loads(file.read_text())
+    recording = json.loads(file.read_text(encoding="utf-8"))
     assert recording["format"] == "infer-recording"
     assert sum(row[0] for frame in recording["frames"] for row in frame.get("steps", [])) > 50
     page.set_input_files(".engine-controls input[type=file]", file)
     reader.until("document.querySelector('engine-view').isLive === false")
     assert page.evaluate(ENDED) == 2
     for text in ("{", "[]", '{"format": "infer-recording", "hello": {}, "frames": []}'):
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         page.set_input_files(".engine-controls input[type=file]", file)
         reader.until("document.querySelector('.notice.bad')?.textContent.includes('damaged')")
         page.evaluate("document.querySelector('engine-view').error = ''")
@@ -136,7 +136,7 @@ def test_the_modes_beside_one_another(reader: Reader) -> None:
 
 def documented_steps(row: str) -> int:
     """The steps of a row of the table that `benchmarks/modes.py` has printed."""
-    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
     found = re.search(rf"^\| {row}[^|]*\| ([0-9,]+) \|", text, re.MULTILINE)
     assert found, row
     return int(found[1].replace(",", ""))

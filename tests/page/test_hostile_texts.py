@@ -201,7 +201,8 @@ def test_imports_with_hostile_titles_files_and_calls(reader: Reader, tmp_path: P
         listed.append({"conversation": {**conversation, "chosen": {}}, "messages": messages})
     path = tmp_path / "import.json"
     path.write_text(
-        json.dumps({"format": "infer-conversations", "version": 1, "conversations": listed})
+        json.dumps({"format": "infer-conversations", "version": 1, "conversations": listed}),
+        encoding="utf-8",
     )
     page.click("header.topbar button:last-child")
     page.set_input_files("transfer-panel input", str(path))

@@ -201,10 +201,10 @@ def test_files_go_with_a_message_and_others_are_refused_with_a_reason(
 ) -> None:
     page = person.page
     good, binary, latin, long = (tmp_path / n for n in ("a.txt", "b.bin", "c.txt", "d.txt"))
-    good.write_text("The password is swordfish. ```x```")
+    good.write_text("The password is swordfish. ```x```", encoding="utf-8")
     binary.write_bytes(b"ab\0cd")
     latin.write_bytes("é".encode("latin-1"))
-    long.write_text("x" * (1024 * 1024 + 1))
+    long.write_text("x" * (1024 * 1024 + 1), encoding="utf-8")
     person.give_files(".composer .acts button.icon", [good, binary, latin, long])
     page.wait_for_selector(".fault >> nth=2")
     assert page.locator(".composer .chip").count() == 1
@@ -242,9 +242,9 @@ def test_export_to_a_clean_profile(
         person.use("transfer-panel button >> nth=0")
     file = tmp_path / "all.json"
     download.value.save_as(file)
-    saved = json.loads(file.read_text())
+    saved = json.loads(file.read_text(encoding="utf-8"))
     saved["conversations"].append({"conversation": {"title": "broken"}, "messages": []})
-    file.write_text(json.dumps(saved))
+    file.write_text(json.dumps(saved), encoding="utf-8")
     other = new_reader(hands)
     other.open_settings()
     other.give_files("transfer-panel button >> nth=2", [file])

@@ -39,7 +39,7 @@ def bring(reader: Reader, path: Path, *conversations: dict[str, Any]) -> None:
     """Import conversations."""
     page = reader.page
     document = {"format": "infer-conversations", "version": 1, "conversations": conversations}
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps(document), encoding="utf-8")
     page.click("header.topbar button:last-child")
     page.set_input_files("transfer-panel input", str(path))
     page.wait_for_selector("transfer-panel .notice")
@@ -109,7 +109,7 @@ def test_damaged_records_are_left_out_and_named(reader: Reader) -> None:
 )
 def test_a_file_that_is_no_export_is_refused(reader: Reader, tmp_path: Path, text: str) -> None:
     path = tmp_path / "odd.json"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     page = reader.page
     page.click("header.topbar button:last-child")
     page.set_input_files("transfer-panel input", str(path))
@@ -126,7 +126,8 @@ def test_trees_that_are_none_are_left_out(reader: Reader, tmp_path: Path) -> Non
     path = tmp_path / "trees.json"
     trees = [circle, orphan, twice, conversation("good", "a", "b")]
     path.write_text(
-        json.dumps({"format": "infer-conversations", "version": 1, "conversations": trees})
+        json.dumps({"format": "infer-conversations", "version": 1, "conversations": trees}),
+        encoding="utf-8",
     )
     page = reader.page
     page.click("header.topbar button:last-child")
@@ -147,7 +148,7 @@ def test_an_export_of_llama_cpp_is_read(reader: Reader, tmp_path: Path) -> None:
         {"id": "3", "role": "assistant", "parent": "1", "content": "New", "timestamp": 3},
     ]
     path = tmp_path / "llama.json"
-    path.write_text(json.dumps({"conv": conv, "messages": messages}))
+    path.write_text(json.dumps({"conv": conv, "messages": messages}), encoding="utf-8")
     page = reader.page
     page.click("header.topbar button:last-child")
     page.set_input_files("transfer-panel input", str(path))

@@ -114,7 +114,7 @@ def test_files_are_only_read(page: Page) -> None:
 
 def test_the_page_needs_no_key_and_the_api_does(page: Page, tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
-    keys.write_text('{"keys": []}')
+    keys.write_text('{"keys": []}', encoding="utf-8")
     keys.chmod(0o600)
     app = PageApp(page, api_keys=str(keys))
     assert app.read("/", accept=HTML).headers["content-type"].startswith("text/html")
@@ -140,7 +140,7 @@ def test_without_the_page_browsers_get_the_routes() -> None:
 def test_a_missing_file_is_said_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "index.html").write_text("x")
+    (tmp_path / "index.html").write_text("x", encoding="utf-8")
     with caplog.at_level(logging.ERROR, "infer.server"):
         Page(tmp_path)
     assert "main.js, vendor/core.js" in caplog.text
@@ -156,7 +156,7 @@ def test_a_missing_file_is_said_at_the_start(
 def imported(path: Path) -> Iterator[Path]:
     """The modules that a module imports when it is loaded."""
     if "vendor" not in path.parts:
-        for name in IMPORT.findall(path.read_text()):
+        for name in IMPORT.findall(path.read_text(encoding="utf-8")):
             yield (path.parent / name).resolve()
 
 
@@ -182,7 +182,7 @@ def first_modules() -> list[str]:
 
 def test_the_first_modules_are_preloaded() -> None:
     """Otherwise each of them waits for the one that imports it."""
-    found = PRELOADS.search((FOLDER / "index.html").read_text())
+    found = PRELOADS.search((FOLDER / "index.html").read_text(encoding="utf-8"))
     assert found
     assert found[0] == preloads(), "run this file as a program"
 
@@ -190,9 +190,11 @@ def test_the_first_modules_are_preloaded() -> None:
 def test_every_import_is_there() -> None:
     named = re.compile(r"(?:from|import)\s*\(?\"(\.[^\"]+)\"")
     for path in SCRIPTS:
-        for name in named.findall(path.read_text()):
+        for name in named.findall(path.read_text(encoding="utf-8")):
             assert (path.parent / name).is_file(), f"{path.name} imports {name}"
-    for name in re.findall(r'(?:href|src)="/ui/([^"]+)"', (FOLDER / "index.html").read_text()):
+    for name in re.findall(
+        r'(?:href|src)="/ui/([^"]+)"', (FOLDER / "index.html").read_text(encoding="utf-8")
+    ):
         assert (FOLDER / name).is_file(), name
     for name in NEEDED:
         assert (FOLDER / name).is_file(), name
@@ -202,7 +204,9 @@ def test_the_page_is_small() -> None:
     def packed(name: str) -> int:
         return len(gzip.compress((FOLDER / name).read_bytes(), 9))
 
-    styles = re.findall(r'href="/ui/(css/[^"]+)"', (FOLDER / "index.html").read_text())
+    styles = re.findall(
+        r'href="/ui/(css/[^"]+)"', (FOLDER / "index.html").read_text(encoding="utf-8")
+    )
     first = {name: packed(name) for name in ("index.html", *styles, *first_modules())}
     assert sum(first.values()) <= MAX_FIRST_BYTES, first
     assert first["vendor/core.js"] <= MAX_LIBRARY_BYTES
@@ -211,7 +215,9 @@ def test_the_page_is_small() -> None:
 
 
 def test_no_file_of_ours_is_long() -> None:
-    lengths: Mapping[str, int] = {path.name: len(path.read_text().splitlines()) for path in OWN}
+    lengths: Mapping[str, int] = {
+        path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in OWN
+    }
     assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
 
 
@@ -220,7 +226,7 @@ def test_no_file_of_ours_is_long() -> None:
 
 def catalogue(code: str) -> dict[str, str]:
     files = sorted((FOLDER / "lang").glob(f"*{code}.js"))  # and those of views that come later
-    text = "\n".join(path.read_text() for path in files)
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     return {key.strip('"'): value[1:-1] for key, value in LINES.findall(text)}
 
 
@@ -241,7 +247,9 @@ def test_the_catalogues_have_the_same_keys_and_values() -> None:
 def test_every_text_is_in_the_catalogue_and_every_entry_is_used() -> None:
     english = catalogue("en")
     stems = {re.sub(r"\.(one|other)$", "", key) for key in english}
-    source = "\n".join(path.read_text() for path in SCRIPTS if path.parent.name != "lang")
+    source = "\n".join(
+        path.read_text(encoding="utf-8") for path in SCRIPTS if path.parent.name != "lang"
+    )
     literal = set(re.findall(r"\bt\(\s*\"([^\"]+)\"", source))
     assert literal <= stems, sorted(literal - stems)
     made = set(re.findall(r"`([\w.-]+\.)\$\{", source))
@@ -254,7 +262,7 @@ def test_templates_have_no_literal_text() -> None:
     """What a reader sees comes from the catalogues; names of products and signs may stay."""
     allowed = {"infer", "…", "·", "☁", "/", "–", "()", "∅", "×"}
     for path in SCRIPTS:
-        for template in templates(path.read_text()):
+        for template in templates(path.read_text(encoding="utf-8")):
             bare = re.sub(r"<!--.*?-->", "", template, flags=re.DOTALL)
             bare = re.sub(r"<[^>]*>", "\n", bare)
             words = {word for word in bare.split() if word not in allowed}
@@ -264,10 +272,10 @@ def test_templates_have_no_literal_text() -> None:
 
 
 def test_this_file_is_a_program_that_writes_the_modules_to_preload() -> None:
-    before = (FOLDER / "index.html").read_text()
+    before = (FOLDER / "index.html").read_text(encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[2])}
     subprocess.run([sys.executable, __file__], env=environment, check=True, timeout=120)
-    assert (FOLDER / "index.html").read_text() == before
+    assert (FOLDER / "index.html").read_text(encoding="utf-8") == before
 
 
 def templates(source: str) -> Iterator[str]:
@@ -297,4 +305,4 @@ def templates(source: str) -> Iterator[str]:
 
 if __name__ == "__main__":
     start = FOLDER / "index.html"
-    start.write_text(PRELOADS.sub(preloads(), start.read_text()))
+    start.write_text(PRELOADS.sub(preloads(), start.read_text(encoding="utf-8")), encoding="utf-8")

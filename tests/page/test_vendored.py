@@ -25,7 +25,9 @@ VENDOR = FOLDER / "vendor"
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     if shutil.which("node") is None or not (UI / "node_modules").is_dir():
         pytest.skip("there is no Node here, or ui/node_modules is missing: run `npm ci` in ui/")
-    return subprocess.run(command, cwd=UI, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        command, cwd=UI, capture_output=True, text=True, timeout=120, encoding="utf-8"
+    )
 
 
 def test_the_same_lock_file_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -52,8 +54,8 @@ def test_the_page_of_libraries_has_their_hashes() -> None:
 
 
 def test_the_page_of_libraries_has_the_pinned_versions() -> None:
-    pinned = json.loads((UI / "package.json").read_text())["dependencies"]
-    locked = json.loads((UI / "package-lock.json").read_text())["packages"]
+    pinned = json.loads((UI / "package.json").read_text(encoding="utf-8"))["dependencies"]
+    locked = json.loads((UI / "package-lock.json").read_text(encoding="utf-8"))["packages"]
     for name, version in pinned.items():
         assert re.fullmatch(r"[0-9.]+", version), f"{name} is not pinned"
         assert locked[f"node_modules/{name}"]["version"] == version
@@ -62,7 +64,7 @@ def test_the_page_of_libraries_has_the_pinned_versions() -> None:
 
 
 def test_every_library_has_the_text_of_its_licence() -> None:
-    texts = (VENDOR / "LICENSES.txt").read_text()
+    texts = (VENDOR / "LICENSES.txt").read_text(encoding="utf-8")
     parts = re.split(r"(?m)^(\S+ [0-9.]+)\n=+\n", texts)
     found = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert found.keys() == set(re.findall(r"(\S+ [0-9.]+) \(", page()))
@@ -72,4 +74,4 @@ def test_every_library_has_the_text_of_its_licence() -> None:
 
 
 def page() -> str:
-    return (VENDOR / "VENDORED.md").read_text()
+    return (VENDOR / "VENDORED.md").read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """Runs the reliability scorecard and writes its counts and verdicts to docs/reliability.md.
 
 `python tests/reliability/scorecard.py [--minutes 60] [--overload-s 120] [--only 9,20]`. A row is
-one or more tests, run by pytest, which write their counts with `Findings`. With `--only` the other
-rows of the page stay unchanged.
+one or more tests, run by pytest, which write their counts with `Findings`. The commit is written
+with them. With `--only` the other rows of the page stay unchanged.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ import time
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.support.commits import commit_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
@@ -467,9 +472,10 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
             env={**environment, "INFER_RELIABILITY_FINDINGS": str(findings)},
             capture_output=True,
             text=True,
+            encoding="utf-8",
         )
         took_s = time.monotonic() - started_s
-        lines = findings.read_text().splitlines() if findings.exists() else []
+        lines = findings.read_text(encoding="utf-8").splitlines() if findings.exists() else []
     failures = re.findall(r"^(?:FAILED|ERROR) .*$", done.stdout, re.MULTILINE)
     counted = [json.loads(line) for line in lines]
     for finding in counted:  # limits of times, which fail the row but no test
@@ -481,6 +487,7 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
         "verdict": "FAIL" if done.returncode or failures else "pass",
         "seconds": round(took_s),
         "date": datetime.date.today().isoformat(),
+        "commit": commit_of(ROOT, PAGE),
         "findings": counted,
         "failures": failures,
     }
@@ -508,14 +515,16 @@ def page(kept: dict[str, Any], before: str = "") -> str:
         f" {platform.python_version()}; clients and server share it.\n",
         "Struck out: 34, whose part about the page is `tests/page/test_hostile_texts.py` (it needs"
         " a browser), and whose part about the supply chain needs a package that is published.\n",
-        "| # | test | verdict | took | date |\n|---|---|---|---|---|",
+        "The commit is that of the tree that was measured, with a + if it had further changes. Rows"
+        " before 2026-11-25 name the commit that recorded them.\n",
+        "| # | test | verdict | took | date | commit |\n|---|---|---|---|---|---|",
     ]
     rows = sorted(ROWS, key=_order)
     for row in rows:
         if row.number in kept:
             what = kept[row.number]
-            cells = (row.number, row.name, what["verdict"], f"{what['seconds']} s", what["date"])
-            parts.append(f"| {' | '.join(cells)} |")
+            cells = (row.number, row.name, what["verdict"], f"{what['seconds']} s")
+            parts.append(f"| {' | '.join((*cells, what['date'], what['commit']))} |")
         elif row.number in older:
             parts.append(older[row.number][0])
     for row in rows:
@@ -533,7 +542,7 @@ def page(kept: dict[str, Any], before: str = "") -> str:
         parts += [f"- `{line}`" for line in what["failures"]]
         only = f" (`-k {row.engines}`)" if row.engines != "one_engine" else ""
         parts.append("Tests: " + ", ".join(f"`{test}`" for test in row.tests) + only)
-    return "\n".join([*parts, *_fuzzer(json.loads(FUZZ.read_text()))]) + "\n"
+    return "\n".join([*parts, *_fuzzer(json.loads(FUZZ.read_text(encoding="utf-8")))]) + "\n"
 
 
 def _order(row: Row) -> tuple[str, int]:
@@ -544,7 +553,7 @@ def _order(row: Row) -> tuple[str, int]:
 def _fuzzer(run: dict[str, Any]) -> list[str]:
     """The section about the last long run of the fuzzer."""
     parts = [
-        f"\n## The fuzzer: {run['minutes']:g} minutes on {run['date']}\n",
+        f"\n## The fuzzer: {run['minutes']:g} minutes on {run['date']}, commit {run['commit']}\n",
         "`python tests/fuzz/run.py --minutes 60 --record tests/fuzz/recorded.json`: real servers"
         " and the loader under input that hypothesis makes up. A 504 is the deadline that the"
         " request itself has set; it is not counted as a 5xx. What was found is mended.\n",
@@ -593,7 +602,9 @@ def main() -> int:
         print(f"{row.number} {row.name} …", end=" ", flush=True)
         found[row.number] = run_row(row, environment)
         print(found[row.number]["verdict"], f"({found[row.number]['seconds']} s)", flush=True)
-        PAGE.write_text(page(found, PAGE.read_text() if PAGE.exists() else ""))
+        PAGE.write_text(
+            page(found, PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""), encoding="utf-8"
+        )
     return sum(result["verdict"] != "pass" for result in found.values())
 
 

@@ -125,6 +125,7 @@ def test_a_turn_has_an_end() -> None:
 def test_refusals_of_the_protocol_are_counted_and_logged(
     request_: bytes, status: int, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    began_s = time.monotonic()
     with live(make_hash_llm()) as url:
         for _ in range(3):
             with connect(url) as sock:
@@ -133,7 +134,7 @@ def test_refusals_of_the_protocol_are_counted_and_logged(
                 assert read_answer(sock)[0] == status
         assert refusals(url) == {reason: 3}
     lines = [record for record in caplog.records if "refused" in record.getMessage()]
-    assert len(lines) == 1, "a line a second"
+    assert 1 <= len(lines) <= 1 + time.monotonic() - began_s, "a line a second"
     assert lines[0].fields["reason"] == reason  # type: ignore[attr-defined]
     assert lines[0].fields["client"].startswith(address + ":")  # type: ignore[attr-defined]
 

@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.routing import Route
 
 from infer.errors import ConfigError
+from infer.server.app import create_app
+from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.http.hosts import HostGuard
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
+from infer.server.viewers import MAX_VIEWERS
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import (
     App,
@@ -92,7 +96,7 @@ def test_what_pages_may_send_and_see() -> None:
 
         async def send(message: Any) -> None:
             if message["type"] == "http.response.start":
-                assert message["status"] == 200
+                assert message["status"] == 204
                 heard.update({k.decode(): v.decode() for k, v in message["headers"]})
 
         async def receive() -> Any:
@@ -109,6 +113,68 @@ def test_what_pages_may_send_and_see() -> None:
     heard = with_app(make_hash_llm(), ask_first, **settings)
     assert "PATCH" in heard["access-control-allow-methods"]
     assert "x-api-key" in heard["access-control-allow-headers"]
+
+
+PATHS = sorted(
+    {
+        route.path_format.replace("{name}", "hash-model").replace("{id}", "x")
+        for route in create_app(make_hash_llm(), ServerSettings(sessions="sqlite://")).routes
+        if isinstance(route, Route)
+    }
+    | {"/ui/main.js", "/ui/index.html", "/nothing"}
+)
+IMAGE = {"sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"}
+TAB = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+FRAME = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"}
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+def test_what_a_foreign_page_asks_for_without_an_origin(site: str) -> None:
+    """Browsers send no Origin with images, scripts, frames and no-cors GETs."""
+    gone = asyncio.Event()  # a stream ends at once
+    gone.set()
+    foreign = {"host": "localhost:8000", "sec-fetch-site": site}
+
+    async def use(app: App) -> None:
+        for path in PATHS:
+            for method in ("GET", "HEAD", "POST"):
+                for more in ({}, IMAGE, FRAME, TAB):
+                    headers = {**foreign, **more, "accept": "text/html"}
+                    reply = await app.send(method, path, headers=headers, leave=gone)
+                    may = more is TAB and method == "GET"
+                    may = may and (path == "/" or path.startswith("/ui/"))
+                    assert (reply.status == 403) != may, (method, path, more)
+                    if not may:
+                        assert "--cors-origins" in reply.error()["message"] or method == "HEAD"
+            own = {"host": "localhost:8000", "sec-fetch-site": "same-origin", **IMAGE}
+            typed = {**own, "sec-fetch-site": "none", **TAB}
+            allowed = {**foreign, "origin": "https://app.example", "sec-fetch-mode": "cors"}
+            for headers in (own, typed, allowed):
+                reply = await app.send("GET", path, headers=headers, leave=gone)
+                assert reply.status != 403, (path, headers)
+
+    with_app(make_hash_llm(), use, sessions="sqlite://", cors_origins="https://app.example")
+
+
+def test_a_foreign_page_takes_no_place_of_a_viewer() -> None:
+    async def use(app: App) -> None:
+        foreign = {"host": "localhost:8000", "sec-fetch-site": "cross-site", **IMAGE}
+        for _ in range(MAX_VIEWERS + 1):
+            assert (await app.send("GET", EVENTS_PATH, headers=foreign)).status == 403
+        leave = asyncio.Event()
+        watching = asyncio.ensure_future(app.send("GET", EVENTS_PATH, leave=leave))
+        await asyncio.sleep(0.02)
+        leave.set()
+        assert (await watching).status == 200
+
+    with_app(make_hash_llm(), use)
+
+
+def test_where_there_are_keys_the_key_decides(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    token = Keys(keys, must_exist=False).create("a", KeyLimits())
+    foreign = {"host": "models.example", "sec-fetch-site": "cross-site", "x-api-key": token}
+    assert sent(foreign, api_keys=str(keys)).status == 200
 
 
 @pytest.mark.parametrize("hosts", ["http://a.example", "a.example:80", "a b", "*"])

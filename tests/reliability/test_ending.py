@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
+import os
+import pty
 import random
 import signal
+import socket
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +24,9 @@ from infer.server.app import create_app
 from infer.server.settings import ServerSettings
 from tests.support.doubles import make_hash_llm
 from tests.support.server_process import (
+    ENV,
     Findings,
+    Heard,
     Served,
     bodies,
     follow,
@@ -25,7 +35,7 @@ from tests.support.server_process import (
     send,
     served,
 )
-from tests.support.serving import COMPLETIONS, App, Reply, completion_body, is_idle, serving
+from tests.support.serving import COMPLETIONS, App, Reply, completion_body, is_idle, serving, until
 
 LONG = {"max_tokens": 60, "ignore_eos": True}
 
@@ -78,7 +88,7 @@ async def cancel_once(engine: AsyncLLM, app: App, moment: str, way: str, pause_s
         )
     )
     if way != "deadline":
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(60):
             while not task.done() and not reached(engine, moment, writes):
                 await asyncio.sleep(0.0003)
         await asyncio.sleep(pause_s)
@@ -92,12 +102,12 @@ async def cancel_once(engine: AsyncLLM, app: App, moment: str, way: str, pause_s
                 path = f"/v1/requests/{each['id']}"
                 answers = [(await app.send("DELETE", path)).json() for _ in range(2)]
                 assert not answers[1]["cancelled"], "twice"
-    reply = await asyncio.wait_for(task, 2)
+    reply = await asyncio.wait_for(task, 60)
     code = {"deadline": b"deadline_exceeded", "DELETE": b"request_cancelled"}.get(way)
     assert code is None or code in reply.body or b"[DONE]" in reply.body
     assert said(await near) == expected
     await asyncio.gather(*extra)
-    async with asyncio.timeout(0.5):
+    async with asyncio.timeout(60):
         while not is_idle(engine):
             await asyncio.sleep(0.001)
     after = engine.stats()
@@ -271,3 +281,83 @@ def test_two_hundred_streams_at_sigterm(tmp_path: Path) -> None:
         counted = asyncio.run(drain(server, 200))
         assert server.process.wait(10) == 0
     Findings().note(28, "SIGTERM drain", "200 streams, 30 s to finish, shipped model", **counted)
+
+
+# ---- E8: the terminal
+
+
+def in_a_terminal(fd: int) -> Callable[[], None]:
+    """What makes a new process the leader of a session with the terminal `fd`, as a shell is."""
+
+    def begin() -> None:
+        os.setsid()
+        fcntl.ioctl(fd, termios.TIOCSCTTY, 0)
+
+    return begin
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_a_terminal_that_is_closed(tmp_path: Path, is_kept: bool) -> None:
+    """Its HUP goes to the server and to all that it has started: the engine, its stand-in and the
+    checker of grammars. Streams are finished first. With `nohup` the server goes on."""
+    terminal, inside = pty.openpty()
+    port = free_port()
+    command = [sys.executable, *("-m", "infer.server", "--max-seq-len", "512")]
+    command += ["--port", str(port), "--sessions", "off"]
+    if is_kept:
+        command = ["nohup", *command]
+    with (tmp_path / "out").open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env=ENV,
+            stdin=inside,
+            stdout=output,
+            stderr=output if is_kept else inside,
+            preexec_fn=in_a_terminal(inside),
+            text=True,
+        )
+    os.close(inside)
+    server = Served(process, f"http://127.0.0.1:{port}")
+    try:
+        until(lambda: is_up(server), 120)
+        until(lambda: server.standby_pid() is not None, 120)
+
+        async def use() -> None:
+            grammar = {"type": "json_object"}
+            warm = {"prompt": "Once", "max_tokens": 2, "response_format": grammar, "stream": True}
+            assert (await follow(port, warm)).is_done  # there is a checker of grammars now
+            body = {"prompt": "Once", "stream": True, "ignore_eos": True, "max_tokens": 400}
+            heard = Heard()
+            following = asyncio.create_task(follow(port, body, heard))
+            while not (heard.text or following.done()):
+                await asyncio.sleep(0.01)
+            children = server.children()
+            assert len(children) >= 3
+            os.close(terminal)
+            await asyncio.sleep(0.05)
+            if not is_kept:
+                assert server.get("/health/ready")[0] == 503
+            assert (await following).is_done
+            assert len(heard.text) > 300
+            if is_kept:
+                assert server.children() == children
+                assert is_up(server)
+
+        asyncio.run(use())
+        if is_kept:
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_up(server: Served) -> bool:
+    with contextlib.suppress(OSError):
+        return server.is_ready()
+    return False
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])

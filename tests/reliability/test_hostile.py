@@ -191,7 +191,7 @@ async def throw(server: Served, parallel: int) -> dict[str, Any]:
 def test_size_bombs(tmp_path: Path) -> None:
     with served(model_server(), tmp_path / "log") as server:
         counted = asyncio.run(throw(server, 50))
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")
     Findings().note(
         18, "size bombs", f"50 in parallel, {len(BOMBS)} kinds, 4 streams beside", **counted
     )

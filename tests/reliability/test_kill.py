@@ -33,7 +33,7 @@ def run(
 ) -> dict[str, Any]:
     with served(arguments, tmp_path / "log") as server:
         counted = asyncio.run(kill_under_load(server, *how, **settings))
-    text = (tmp_path / "log").read_text()
+    text = (tmp_path / "log").read_text(encoding="utf-8")
     assert text.count("has died (SIGKILL)") == counted["kills"]
     assert "is to blame" not in text
     print(counted)

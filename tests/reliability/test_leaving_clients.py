@@ -63,7 +63,7 @@ async def storm(server: Served, streams: int, waves: int) -> dict[str, Any]:
 def note_storm(arguments: list[str], load: str, tmp_path: Path, *how: int) -> None:
     with served(arguments, tmp_path / "log") as server:
         counted = asyncio.run(storm(server, *how))
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")
     Findings().note(9, "disconnect storm", load, **counted)
 
 

@@ -133,7 +133,7 @@ asyncio.run(main())
 @contextlib.contextmanager
 def control() -> Iterator[int]:
     with subprocess.Popen(
-        [sys.executable, "-c", CONTROL], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CONTROL], stdout=subprocess.PIPE, text=True, encoding="utf-8"
     ) as process:
         try:
             assert process.stdout is not None

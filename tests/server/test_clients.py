@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.support.doubles import make_hash_llm
-from tests.support.serving import live, scripted, spelled
+from tests.support.serving import live, scripted, spelled, until
 
 TEXT = "Grüße, 世界 😀!"
 SCRIPT = spelled(TEXT)
@@ -190,7 +190,7 @@ def test_async_client(url: str) -> None:
 
 
 def test_leaving_a_stream(url: str) -> None:
-    engine = make_hash_llm(step_s=0.002)
+    engine = make_hash_llm(step_s=0.02)
     with live(engine) as url:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
             stream = client.chat.completions.create(
@@ -204,4 +204,4 @@ def test_leaving_a_stream(url: str) -> None:
             stream.close()
             # The client reuses the connection only if the answer was read to its end.
             assert client.completions.create(model="hash-model", prompt="x").choices[0].text
-        assert engine.stats()["num_steps"] < 300
+        until(lambda: engine.stats()["num_finished_abort"] == 1)

@@ -72,9 +72,9 @@ def sleeper(pid_file: Path) -> tuple[str, ...]:
 
 async def pid_in(file: Path) -> int:
     async with asyncio.timeout(20):
-        while not file.exists() or not file.read_text():
+        while not file.exists() or not file.read_text(encoding="utf-8"):
             await asyncio.sleep(0.02)
-    return int(file.read_text())
+    return int(file.read_text(encoding="utf-8"))
 
 
 def has_ended(pid: int) -> bool:

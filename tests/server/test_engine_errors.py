@@ -18,7 +18,7 @@ from infer.errors import (
     UnprocessableError,
 )
 from infer.types import ErrorRecord
-from tests.support.doubles import core_of, make_hash_llm
+from tests.support.doubles import core_of, held_runner, make_hash_llm
 from tests.support.serving import (
     BODIES,
     COMPLETIONS,
@@ -270,14 +270,15 @@ def test_an_engine_that_is_being_closed_takes_nothing() -> None:
     """Its last step may take long, and a request accepted now would never be answered."""
 
     async def main() -> None:
-        async with serving(make_hash_llm(step_s=0.3)) as app:
+        runner, arrived, opened = held_runner()
+        async with serving(make_hash_llm(runner=runner)) as app:
             asking = asyncio.ensure_future(app.post(COMPLETIONS, completion_body()))
-            await asyncio.sleep(0.05)
+            await asyncio.to_thread(arrived.wait, 30)
             closing = asyncio.ensure_future(app.engine.close())
             await asyncio.sleep(0)
             assert app.engine.engine_client.is_alive
-            async with asyncio.timeout(0.2):
-                await check_dead(app)
+            await check_dead(app)
+            opened.set()
             assert (await asking).status == 503
             await closing
 
@@ -305,7 +306,7 @@ def test_no_caller_waits_for_an_engine_that_has_died(
             asking = asyncio.ensure_future(app.post(COMPLETIONS, body))
             await asyncio.sleep(0.05)
             monkeypatch.setattr(core_of(app.engine), "wait_s", lambda: 1 // 0)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 reply = await asking
             await check_dead(app)
             return reply

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from infer.engine.client.async_llm import AsyncLLM
 from infer.server import viewers as viewers_module
 from infer.server.engine_endpoints import EVENTS_PATH
+from infer.server.http.error_responses import HttpError
+from infer.server.viewers import EngineViewers
 from infer.types import StepOutput
 from infer.types.step_events import (
     Admitted,
@@ -27,7 +30,7 @@ from infer.types.step_events import (
 )
 from tests.support.doubles import held_runner, launch_hash_llm, make_hash_llm, pid_of, thread_of
 from tests.support.engine_watcher import Watcher, watching
-from tests.support.serving import COMPLETIONS, App, completion_body, serving, with_app
+from tests.support.serving import COMPLETIONS, App, Reply, completion_body, serving, with_app
 from tests.support.tenants import make
 
 LONG = "a long long way to go " * 6
@@ -248,6 +251,79 @@ def test_the_ninth_viewer_and_the_fifth_of_a_key(tmp_path: Path) -> None:
         await asyncio.gather(*tasks)
 
     with_app(make_hash_llm(), use_keys, api_keys=str(file))
+
+
+class Crowd:
+    """Viewers that come and stay until the test ends them."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._leaving = asyncio.Event()
+        self._tasks: list[asyncio.Task[Reply]] = []
+
+    async def join(self, **headers: str) -> asyncio.Task[Reply]:
+        sending = self._app.send("GET", EVENTS_PATH, headers=headers, leave=self._leaving)
+        self._tasks.append(asyncio.ensure_future(sending))
+        await asyncio.sleep(0.02)
+        return self._tasks[-1]
+
+    async def leave(self) -> None:
+        self._leaving.set()
+        await asyncio.gather(*self._tasks)
+
+
+def ended_of(task: asyncio.Task[Reply]) -> str | None:
+    """Why a viewer's stream has ended; None: it goes on."""
+    if not task.done():
+        return None
+    reply = task.result()
+    found = re.findall(r'event: end\ndata: {"reason":"([a-z_]+)"}', reply.body.decode())
+    return found[0] if found else str(reply.error()["code"])
+
+
+def test_two_keys_cannot_take_all_places(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    one, two, *others = [make(file, f"key-{i}") for i in range(10)]
+
+    async def use(app: App) -> None:
+        crowd = Crowd(app)
+        ones = [await crowd.join(**one) for _ in range(viewers_module.MAX_VIEWERS_A_KEY)]
+        twos = [await crowd.join(**two) for _ in range(viewers_module.MAX_VIEWERS_A_KEY)]
+        firsts = [await crowd.join(**key) for key in others[:6]]
+        # Of the key with most the oldest gives way, until each has one.
+        assert [ended_of(task) for task in firsts] == [None] * 6
+        gave_way = ["replaced", "replaced", "replaced", None]
+        assert [ended_of(task) for task in (*ones, *twos)] == gave_way * 2
+        assert ended_of(await crowd.join(**others[6])) == "too_many_viewers"
+        assert ended_of(await crowd.join(**one)) == "too_many_viewers"
+        await crowd.leave()
+
+    with_app(make_hash_llm(), use, api_keys=str(file))
+
+
+def test_without_keys_no_address_can_take_all_places() -> None:
+    """One that was replaced and comes back finds no place, so the two do not take turns."""
+    engine = make_hash_llm()
+
+    async def use(app: App) -> None:
+        viewers = EngineViewers(engine, app.app.state.traces)
+        many = [viewers.join(None, "", "192.0.2.1") for _ in range(viewers_module.MAX_VIEWERS)]
+        with pytest.raises(HttpError, match="close one of them"):
+            viewers.join(None, "", "192.0.2.1")
+        for number in range(1, 5):
+            viewers.join(None, "", "192.0.2.2")
+            assert viewers.num_viewers == viewers_module.MAX_VIEWERS
+            data = await many[number - 1].take()
+            assert data is not None
+            assert data.endswith(b'event: end\ndata: {"reason":"replaced"}\n\n')
+        for address in ("192.0.2.1", "192.0.2.2"):
+            with pytest.raises(HttpError, match="close one of them"):
+                viewers.join(None, "", address)
+        for viewer in many[:4]:
+            viewers.leave(viewer)  # whose stream has ended
+        assert viewers.num_viewers == viewers_module.MAX_VIEWERS
+
+    with_app(engine, use)
 
 
 def test_nothing_is_collected_while_nobody_watches() -> None:

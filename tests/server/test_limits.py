@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +74,29 @@ def test_too_many_connections() -> None:
 )
 def test_headers_that_do_not_come(opening: bytes) -> None:
     limits = ServerLimits(header_timeout_s=0.3)
-    with live(make_hash_llm(), limits=limits) as url, connect(url) as sock:
-        started_s = time.monotonic()
-        sending = threading.Thread(target=drip, args=(sock, opening))
-        sending.start()
+    with live(make_hash_llm(), limits=limits) as url, connect(url) as sock, dripping(sock, opening):
         check(read_all(sock), 408, "request_timeout")
-        assert time.monotonic() - started_s < 2
+
+
+@contextlib.contextmanager
+def dripping(sock: socket.socket, opening: bytes) -> Iterator[None]:
+    """A byte comes now and then, without end; none at all if `opening` is empty."""
+    ended = threading.Event()
+
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            for byte in itertools.chain(opening, itertools.repeat(ord("x"))):
+                if not opening or ended.wait(0.05):
+                    return
+                sock.sendall(bytes([byte]))
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    try:
+        yield
+    finally:
+        ended.set()
         sending.join()
-
-
-def drip(sock: socket.socket, data: bytes) -> None:
-    with contextlib.suppress(OSError):
-        for byte in data:
-            sock.sendall(bytes([byte]))
-            time.sleep(0.05)
 
 
 def test_slow_headers_of_a_second_request() -> None:
@@ -108,14 +119,9 @@ def test_a_body_that_nobody_wants_any_more(answer: bytes) -> None:
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with live(make_hash_llm(), limits=limits) as url, connect(url) as sock:
         sock.sendall(f"{head}content-length: {length}\r\n\r\n{{".encode())
-        sending = threading.Thread(target=drip, args=(sock, b"x" * 60))
-        sending.start()
-        assert sock.recv(13) == answer
-        started_s = time.monotonic()
-        with contextlib.suppress(ConnectionResetError):
-            read_all(sock)
-        assert time.monotonic() - started_s < 1
-        sending.join()
+        with dripping(sock, b"x"), contextlib.suppress(ConnectionResetError):
+            assert sock.recv(13) == answer
+            read_all(sock)  # ends, though more and more comes
 
 
 def test_a_reader_of_nothing_is_cut() -> None:
@@ -163,20 +169,22 @@ SCRIPT = (
 
 
 @pytest.mark.parametrize(
-    ("drain_s", "num_signals", "num_tokens", "last", "at_most_s"),
+    ("drain_s", "num_signals", "num_tokens", "last"),
     [
-        ("20", 1, 100, b"data: [DONE]", 10.0),
-        pytest.param("0.5", 1, 400, b"shutting down", 3.0, marks=pytest.mark.slow),
-        ("20", 2, 400, b"shutting down", 2.0),
+        ("600", 1, 100, b"data: [DONE]"),
+        pytest.param("0.5", 1, 400, b"shutting down", marks=pytest.mark.slow),
+        ("600", 2, 400, b"shutting down"),
     ],
 )
 def test_the_end_with_an_engine_process(
-    drain_s: str, num_signals: int, num_tokens: int, last: bytes, at_most_s: float
+    drain_s: str, num_signals: int, num_tokens: int, last: bytes
 ) -> None:
     """Running requests finish or get an error, new ones get an error, the engine ends, and the exit
     code is 0."""
     arguments = [sys.executable, "-c", SCRIPT, drain_s]
-    with subprocess.Popen(arguments, env=ENV, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        arguments, env=ENV, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as process:
         try:
             assert process.stdout is not None
             url = re.findall(r"http://\S+", process.stdout.readline())[0]
@@ -185,7 +193,6 @@ def test_the_end_with_an_engine_process(
                 for sock in streams:
                     post(sock, completion_body(**{**LONG, "max_tokens": num_tokens}))
                     assert sock.recv(12) == b"HTTP/1.1 200"
-                started_s = time.monotonic()
                 process.send_signal(signal.SIGTERM)
                 time.sleep(0.2)
                 if num_signals == 2:
@@ -199,20 +206,19 @@ def test_the_end_with_an_engine_process(
                         assert b"HTTP/1.1 503 " in probe.recv(65536)
                 for sock in streams:
                     assert last in read_all(sock)
-            assert process.wait(10) == 0
-            assert time.monotonic() - started_s < at_most_s
+            assert process.wait(60) == 0
         finally:
             process.kill()
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            assert "infer.engine.process.child\0" not in command.read_text() or not is_of(
-                command.parent, process.pid
-            )
+            assert "infer.engine.process.child\0" not in command.read_text(
+                encoding="utf-8"
+            ) or not is_of(command.parent, process.pid)
 
 
 def is_of(folder: Path, parent: int) -> bool:
     """Whether `parent` started a process; an engine has the parent's id in its command line."""
-    return (folder / "cmdline").read_text().rstrip("\0").endswith(f"\0{parent}")
+    return (folder / "cmdline").read_text(encoding="utf-8").rstrip("\0").endswith(f"\0{parent}")
 
 
 def test_a_drained_engine_refuses() -> None:

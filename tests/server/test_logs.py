@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +34,10 @@ def writer_to(stream: io.TextIOBase, **limits: Any) -> Iterator[tuple[logging.Lo
 
 
 def test_lines_are_written_in_order_to_the_last(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("w") as file, writer_to(file) as (logger, handler):
+    with (
+        (tmp_path / "log").open("w", encoding="utf-8") as file,
+        writer_to(file) as (logger, handler),
+    ):
         for i in range(5000):
             logger.warning("%d é \ud800", i)
         handler.close()
@@ -54,11 +56,12 @@ def test_a_stream_without_a_file_is_written_too() -> None:
 def test_what_nobody_reads_is_dropped_counted_and_said() -> None:
     reading, writing = os.pipe()
     limits = {"max_queued_chars": 100_000}
-    with os.fdopen(writing, "w") as stream, writer_to(stream, **limits) as (logger, handler):
-        started_s = time.monotonic()
-        for i in range(20_000):
+    with (
+        os.fdopen(writing, "w", encoding="utf-8") as stream,
+        writer_to(stream, **limits) as (logger, handler),
+    ):
+        for i in range(20_000):  # the pipe holds 1,300 of them, so who waited would wait for ever
             logger.warning("line %d %s", i, "x" * 40)
-        assert time.monotonic() - started_s < 10  # the pipe holds 1,300 of them
         assert 10_000 < handler.num_dropped < 19_000
         dropped = handler.num_dropped
         read = b""
@@ -75,16 +78,14 @@ def test_what_nobody_reads_is_dropped_counted_and_said() -> None:
 def test_the_end_does_not_wait_for_readers(is_closed: bool) -> None:
     reading, writing = os.pipe()
     with (
-        os.fdopen(writing, "w") as stream,
+        os.fdopen(writing, "w", encoding="utf-8") as stream,
         writer_to(stream, last_lines_s=0.3) as (logger, handler),
     ):
         if is_closed:
             os.close(reading)
         for _ in range(5000):
             logger.warning("x" * 100)
-        started_s = time.monotonic()
-        handler.close()
-        assert time.monotonic() - started_s < 5
+        handler.close()  # returns, which nobody's reading would make it do
         assert not any(thread.name == "infer-log" for thread in threading.enumerate())
     if not is_closed:
         os.close(reading)

@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types import Model as OpenAIModel
 
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
 from infer.server.app import create_app, layers
 from infer.server.engine_endpoints import EVENTS_PATH
-from infer.server.multi_model import ModelRouter, configs_of
+from infer.server.multi_model import ModelRouter, configs_of, public_reason
 from infer.server.serve import log_on_stderr
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
+from infer.types.sampling_defaults import SamplingDefaults
 from infer.types.server_limits import ServerLimits
 from tests.support.doubles import launch_hash_llm, make_hash_llm, pid_of
 from tests.support.serving import (
@@ -42,7 +44,7 @@ LONG = {"max_tokens": 400, "ignore_eos": True}
 
 
 def broken() -> AsyncLLM:
-    raise LoadError("no such file: /secret/path")
+    raise LoadError("/secret/path: no such file")
 
 
 def used(
@@ -67,6 +69,26 @@ def used(
         assert not any(engine.is_alive for engine in models.engines())
 
     asyncio.run(main())
+
+
+async def reasons(app: App) -> dict[str, str | None]:
+    data = (await app.get("/v1/models")).json()["data"]
+    assert all(OpenAIModel.model_validate(each).id for each in data)
+    return {each["id"]: each["reason"] for each in data}
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ("/a/b is neither a folder here nor a hub id of the form owner/name",
+         "b is neither a folder here nor a hub id of the form owner/name"),
+        ("/a/b/config.json: cannot be read", "config.json: cannot be read"),
+        ("~/x/y, and\nC:\\Users\\me\\m.gguf ('/z/w')", "y, and m.gguf ('w')"),
+        ("x" * 1000, "x" * 300),
+    ],
+)  # fmt: skip
+def test_a_reason_has_no_folders_of_this_machine(message: str, shown: str) -> None:
+    assert public_reason(LoadError(message)) == shown
 
 
 async def statuses(app: App) -> dict[str, str]:
@@ -186,7 +208,7 @@ def test_loaded_on_first_use_and_unloaded_when_idle() -> None:
         (engine,) = models.engines()
         long = await app.post(COMPLETIONS, completion_body(model="b", **LONG))  # 0.8 s
         assert (long.status, loads) == (200, ["b"])
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(60):
             while models.engines():
                 await asyncio.sleep(0.02)
         assert not engine.is_alive
@@ -209,16 +231,21 @@ def test_one_that_cannot_be_loaded_is_nothing_to_the_others(
         for _ in range(2):
             reply = await app.post(COMPLETIONS, completion_body(model="bad"))
             assert (reply.status, reply.error()["code"]) == (503, "engine_unavailable")
-            assert "'bad' could not be loaded" in reply.error()["message"]
+            assert "'bad' could not be loaded: path: no such file" in reply.error()["message"]
             assert "secret" not in reply.body.decode()
             assert reply.headers["retry-after"]
         assert (await app.post(COMPLETIONS, completion_body(model="good"))).status == 200
         assert await statuses(app) == {"bad": "failed", "good": "loaded"}
+        assert await reasons(app) == {"bad": "path: no such file", "good": None}
+        assert models.announcement == ("good", "; not bad (path: no such file)")
         assert (await app.get("/health/ready")).status == 200
         nonlocal is_repaired
         is_repaired = True
         await asyncio.sleep(0.3)
+        assert await statuses(app) == {"bad": "failed", "good": "loaded"}, "until it is tried again"
         assert (await app.post(COMPLETIONS, completion_body(model="bad"))).status == 200
+        assert await reasons(app) == {"bad": None, "good": None}
+        assert models.announcement == ("bad, good", "")
 
     used(body, {"bad": repaired, "good": make_hash_llm}, limits=ServerLimits(retry_load_s=0.3))
     assert "/secret/path" in caplog.text
@@ -233,11 +260,11 @@ def test_a_crash_of_one_is_nothing_to_the_others() -> None:
             for name in "ab"
         ]
         a, b = models.engines()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not (a.stats()["num_running"] and b.stats()["num_running"]):
                 await asyncio.sleep(0.005)
         os.kill(pid_of(a), signal.SIGKILL)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while a.is_ready:
                 await asyncio.sleep(0.002)
         assert await statuses(app) == {"a": "restarting", "b": "loaded"}
@@ -315,7 +342,7 @@ def test_what_nobody_expected_reaches_the_edge(
             app.post(COMPLETIONS, completion_body(model="a", **LONG), leave=leave)
         )
         (engine,) = models.engines()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while not engine.stats()["num_running"]:
                 await asyncio.sleep(0.002)
         leave.set()
@@ -380,11 +407,15 @@ def test_the_command_line(tmp_path: Path) -> None:
     arguments = ["serve", "--port", "0", "--max-seq-len", "128", "--idle-unload-s", "60"]
     arguments += ["--model", f"tiny={demo}", "--model", "none=/no/such/folder"]
     command = [sys.executable, "-m", "infer.cli.main", *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as p:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as p:
         try:
             assert p.stdout is not None
             line = p.stdout.readline()
-            assert "infer serves tiny, none at http://" in line
+            assert "infer serves tiny at http://" in line
+            assert "; not none (" in line
+            assert "/no/such" not in line
             url = line.split(" at ")[1].split()[0]
             body = json.dumps({"model": "tiny", "prompt": "One day", "max_tokens": 3}).encode()
             headers = {"content-type": "application/json"}
@@ -397,3 +428,23 @@ def test_the_command_line(tmp_path: Path) -> None:
             assert "the model 'none' cannot be loaded" in p.stderr.read()
         finally:
             p.kill()
+
+
+def test_each_model_has_defaults_of_its_own() -> None:
+    greedy = SamplingDefaults(source="generation_config.json", temperature=0.0)
+
+    async def body(app: App, _: ModelRouter) -> None:
+        for name, number in (("greedy", 1), ("free", 3)):
+            texts = set()
+            for seed in (1, 2, 3):
+                reply = await app.post(COMPLETIONS, completion_body(model=name, seed=seed))
+                texts.add(reply.json()["choices"][0]["text"])
+            assert len(texts) == number
+            document = (await app.get(f"/openapi.json?model={name}")).json()
+            field = document["components"]["schemas"]["ChatBody"]["properties"]["temperature"]
+            assert ("description" in field) is (name == "greedy")
+        models = {each["id"]: each for each in (await app.get("/v1/models")).json()["data"]}
+        assert models["greedy"]["sampling_defaults"]["temperature"] == 0
+        assert models["free"]["sampling_defaults"] == {"source": None}
+
+    used(body, {"greedy": partial(make_hash_llm, defaults=greedy), "free": make_hash_llm})

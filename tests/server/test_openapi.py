@@ -85,7 +85,19 @@ def test_every_field_that_is_read_is_in_the_document_and_no_other(tmp_path: Path
         return checked
 
     url = f"sqlite:///{tmp_path}/s.db"
-    assert with_app(make_hash_llm(), use, sessions=url) > 500
+    assert with_app(make_hash_llm(), use, sessions=url, unknown_params="refuse") > 500
+
+
+def test_unknown_fields_are_in_the_document_as_the_server_takes_them() -> None:
+    async def closed(app: App) -> set[str]:
+        schemas = (await app.get("/openapi.json")).json()["components"]["schemas"]
+        return {name for name, schema in schemas.items() if "additionalProperties" in schema}
+
+    assert not with_app(make_hash_llm(), closed)
+    typed = {"completions_api": "typed"}
+    assert with_app(make_hash_llm(), closed, **typed) == {"TypedCompletionBody"}
+    refusing = with_app(make_hash_llm(), closed, unknown_params="refuse")
+    assert {"ChatBody", "Message", "StreamOptions", "SessionBody", "TextPart"} < refusing
 
 
 def test_every_schema_says_something_about_each_field() -> None:
@@ -158,7 +170,7 @@ def test_schemathesis(tmp_path: Path) -> None:
     from tests.support.server_process import served
 
     program, keys = schemathesis(), tmp_path / "keys.json"
-    (tmp_path / "schemathesis.toml").write_text(SCHEMATHESIS_SETTINGS)
+    (tmp_path / "schemathesis.toml").write_text(SCHEMATHESIS_SETTINGS, encoding="utf-8")
     token = Keys(keys, must_exist=False).create("admin", KeyLimits(admin=True))
     server = [*("-m", "infer.server", "--port", "0", "--max-seq-len", "64")]
     server += ["--sessions", f"sqlite:///{tmp_path}/s.db", "--api-keys", str(keys)]
@@ -171,8 +183,10 @@ def test_schemathesis(tmp_path: Path) -> None:
         command += ["--generation-allow-x00", "true", "--suppress-health-check", "all"]
         command += ["--generation-database", "none", "--no-color", "--seed", "1"]
         command += ["-n", os.environ.get("INFER_SCHEMATHESIS_EXAMPLES", "50")]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, encoding="utf-8"
+        )
         print(done.stdout[-6000:], done.stderr[-2000:], file=sys.stderr)
     assert done.returncode == 0
     assert "Tested: 2" in done.stdout  # more than twenty operations
-    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert "Traceback" not in (tmp_path / "log").read_text(encoding="utf-8")

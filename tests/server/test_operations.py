@@ -109,7 +109,7 @@ def test_the_dashboard_asks_for_what_there_is() -> None:
     async def use(app: App) -> None:
         await some_requests(app)
         names = {name for name, _ in await samples(app)}
-        asked = set(re.findall(r"infer:\w+", DASHBOARD.read_text()))
+        asked = set(re.findall(r"infer:\w+", DASHBOARD.read_text(encoding="utf-8")))
         optional = {"infer:key_generation_tokens_total", "infer:admission_rejections_total"}
         assert asked - names == optional
         assert len(asked) > 15

@@ -29,7 +29,7 @@ OWNERS = {"a": True, "b": True, "c": False, "d": False}
 def setup(tmp_path: Path) -> dict[str, Any]:
     """Keys that share, and keys that do not."""
     (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "library.txt").write_text(TEXT)
+    (tmp_path / "texts" / "library.txt").write_text(TEXT, encoding="utf-8")
     file = tmp_path / "keys.json"
     keys = {name: make(file, name, public_prefixes=shares) for name, shares in OWNERS.items()}
     public = str(tmp_path / "texts")

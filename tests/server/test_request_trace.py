@@ -27,6 +27,8 @@ from tests.support.serving import (
     with_app,
 )
 
+BEGAN_S = int(time.time())
+
 LONG = "a long long way to go " * 12
 
 
@@ -216,7 +218,7 @@ def test_a_static_batch_is_in_the_traces_of_its_requests(caplog: pytest.LogCaptu
         assert batch["tokens"] == sum(prompts) + 10
         assert batch["padding_tokens"] == 25
         assert batch["wait_ms"] > 0
-        assert abs(batch["created"] - time.time()) < 60
+        assert BEGAN_S <= batch["created"] <= time.time()
         admitted = next(event for event in first["events"] if event["event"] == "admitted")
         assert admitted["batch_id"] == batch["batch_id"] != alone["batch_id"]
         assert batch["created_ms"] == pytest.approx(admitted["at_ms"], abs=20)

@@ -84,7 +84,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def test_a_call_that_was_cut_does_not_spoil_the_session(url: str) -> None:
-    """Its arguments are not JSON, so no later request could have it in its history."""
+    """Its arguments are not JSON, so nobody can answer it."""
     head, arguments = '<tool_call>\n{"name": "f", "arguments": ', '{"a": "b'
     function = {"name": "f", "parameters": {"type": "object"}}
     tools = [{"type": "function", "function": function}]
@@ -103,6 +103,24 @@ def test_a_call_that_was_cut_does_not_spoil_the_session(url: str) -> None:
         assert found == [{"role": "user", "content": "Hi"}, kept] * 2
 
     engine = scripted(spelled(head + arguments), max_seq_len=2048, num_pages=2048)
+    with_app(engine, use, sessions=url)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_is_kept_whole_however_it_was_sent(url: str, stream: bool) -> None:
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    async def use(app: App) -> None:
+        session = (await call(app, "POST", ""))["id"]
+        body = question("Hi", session_id=session, tools=tools, stream=stream, max_tokens=len(text))
+        assert (await app.post(CHAT, body)).status == 200
+        [_, kept] = (await call(app, "GET", f"/{session}"))["messages"]
+        [made] = kept["tool_calls"]
+        assert made["function"] == {"name": "f", "arguments": '{"a": "b"}'}
+        assert (kept["content"], made["type"], "index" in made) == (None, "function", False)
+
+    engine = scripted(spelled(text), max_seq_len=2048, num_pages=2048)
     with_app(engine, use, sessions=url)
 
 

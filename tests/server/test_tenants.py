@@ -76,7 +76,7 @@ def test_every_route_needs_a_key(file: Path, make_engine: Callable[..., AsyncLLM
             assert (await app.get(path, **admin)).status == 200
         Keys(file).revoke("a")
         assert (await app.get("/v1/models", **key)).status == 401
-        file.write_text("{")
+        file.write_text("{", encoding="utf-8")
         assert (await app.get("/v1/models", **admin)).status == 503
 
     admin = make(file, "root", admin=True)
@@ -136,19 +136,19 @@ def test_what_a_key_has_used_outlives_the_server(
         "a": 16,
         "b": 8,
     }
-    assert json.loads(usage.read_text()) == {"hash-model": first}
+    assert json.loads(usage.read_text(encoding="utf-8")) == {"hash-model": first}
     assert usage.stat().st_mode & 0o77 == 0
     second = with_app(make_hash_llm(), use, api_keys=str(file))
     for name, counts in second.items():
         assert counts["requests"] == 2 * first[name]["requests"]
         assert counts["generation_tokens"] == 2 * first[name]["generation_tokens"]
     # A server that is killed loses what was not written; one that cannot write logs it and works.
-    before = usage.read_text()
+    before = usage.read_text(encoding="utf-8")
 
     async def die(app: App) -> None:
         await use(app)
-        assert usage.read_text() != before
-        usage.write_text("{")
+        assert usage.read_text(encoding="utf-8") != before
+        usage.write_text("{", encoding="utf-8")
         assert await use(app)
 
     with_app(make_hash_llm(), die, api_keys=str(file), limits=ServerLimits(save_usage_s=0))
@@ -348,7 +348,7 @@ def test_the_command(file: Path) -> None:
 
     token = run("create", "alice", "--max-concurrent", "3", "--admin").stdout.strip()
     assert len(token) > 40
-    assert token not in file.read_text()
+    assert token not in file.read_text(encoding="utf-8")
     assert file.stat().st_mode & 0o777 == 0o600
     found = Keys(file).find(token)
     assert found is not None
@@ -359,7 +359,7 @@ def test_the_command(file: Path) -> None:
     assert run("revoke", "alice").exit_code == 0
     assert Keys(file).find(token) is None
     assert isinstance(run("revoke", "alice").exception, ConfigError)
-    file.write_text('{"keys": [{"id": 1, "bad": 2}]}')
+    file.write_text('{"keys": [{"id": 1, "bad": 2}]}', encoding="utf-8")
     assert isinstance(run("list").exception, ConfigError)
 
 

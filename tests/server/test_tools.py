@@ -16,6 +16,7 @@ from infer.server.openai.chat import ChatApi, ChatBody, chat_requests
 from infer.server.openai.completions import CompletionsApi
 from infer.server.openai.large_json import render
 from infer.text.tokenizer import Tokenizer
+from infer.text.untrusted.workers import run_steps
 from infer.types import FinishReason, StepOutput, TextDelta, TokenLogprobs
 from tests.support.cases import slow_but
 from tests.support.checkpoints import END_ID, write_tokenizer
@@ -36,7 +37,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_c
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = write_tokenizer(tmp_path_factory.mktemp("tools"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return Tokenizer.from_folder(folder)
 
 
@@ -52,8 +53,14 @@ def streamed(events: list[Any]) -> tuple[dict[str, Any], str]:
             if delta.get(name):
                 message[name] = (message.get(name) or "") + delta[name]
         for call in delta.get("tool_calls", ()):
-            assert call["index"] == len(calls)
-            calls[call["index"]] = {k: v for k, v in call.items() if k != "index"}
+            if "id" in call:  # the first piece of a call has its id and its name
+                assert call["index"] == len(calls)
+                assert call["type"] == "function"
+                assert call["function"]["name"]
+                calls[call["index"]] = {k: v for k, v in call.items() if k != "index"}
+            else:
+                assert (call["index"], call.keys()) == (len(calls) - 1, {"index", "function"})
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     if calls:
         message["tool_calls"] = list(calls.values())
     assert reason is not None
@@ -66,7 +73,7 @@ def streamed(events: list[Any]) -> tuple[dict[str, Any], str]:
         ("Hello.", None, "Hello.", [], "stop"),
         (CALL, None, None, ["Ulm"], "tool_calls"),
         (f"<think>Hm</think>\n\nI see.\n{CALL}\n{CALL}", "Hm", "I see.", ["Ulm"] * 2, "tool_calls"),
-        (CALL[:-20], None, CALL[:-20], [], "stop"),
+        (CALL[:-50], None, CALL[:-50], [], "stop"),
     ],
 )
 def test_calls_and_reasoning(
@@ -129,7 +136,7 @@ def test_a_forced_call_has_a_grammar(tokenizer: Tokenizer) -> None:
         fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": parallel}
         wire = schema_base.read(ChatBody, chat_body(**fields, max_tokens=300))
         engine = scripted([], tokenizer=tokenizer)
-        [request] = chat_requests(engine, wire, "a-1")
+        [request] = run_steps(chat_requests(engine, wire, "a-1"))
         grammar = request.sampling.grammar
         assert isinstance(grammar, Grammar)
         assert ("{0,7}" in grammar.text) is many
@@ -184,7 +191,7 @@ def test_a_stream_equals_the_plain_answer_in_everything(tokenizer: Tokenizer, ro
         path = CHAT if chat else COMPLETIONS
         api: Any = ChatApi() if chat else CompletionsApi()
         plain_wire = schema_base.read(api.body, BODIES[path](**fields, n=2))
-        requests = api.make_requests(engine, plain_wire, "a-1")
+        requests = run_steps(api.make_requests(engine, plain_wire, "a-1"))
         deltas = [outputs(draw, request, tokenizer) for request in requests]
         whole = list(map(collected, requests, deltas))
         plain = json.loads(render(api.make_answer(engine, plain_wire, requests, "a-1").body(whole)))
@@ -256,7 +263,8 @@ def test_a_grammar_begins_behind_the_thoughts(
     for stream in (False, True):
         body = chat_body(max_tokens=300, stream=stream, **asked, **options)
         wire = schema_base.read(ChatBody, body)
-        [request] = chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
+        steps = chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
+        [request] = run_steps(steps)
         assert request.thoughts == thoughts
         reply = ask(scripted(script, tokenizer=tokenizer), CHAT, body)
         if stream:
@@ -276,7 +284,8 @@ def test_a_grammar_begins_behind_the_thoughts(
 def test_where_no_thoughts_can_be_the_grammar_begins_at_once(tokenizer: Tokenizer) -> None:
     def thoughts(tokenizer: Tokenizer, **fields: Any) -> Any:
         wire = schema_base.read(ChatBody, chat_body(**fields))
-        [request] = chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
+        steps = chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
+        [request] = run_steps(steps)
         return request.thoughts
 
     form = {"response_format": {"type": "json_object"}}
@@ -287,3 +296,38 @@ def test_where_no_thoughts_can_be_the_grammar_begins_at_once(tokenizer: Tokenize
     closed.append({"role": "assistant", "content": "<think>\n\n</think>\n\n"})
     assert thoughts(tokenizer, **form, **ends, messages=closed) is None
     assert thoughts(small_tokenizer(), **form) is None  # its template has none
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED])
+def test_arguments_are_streamed_as_they_are_written(tokenizer: Tokenizer, choice: Any) -> None:
+    """600 characters come in at least 20 pieces, which add up to the whole answer's arguments."""
+    text = CALL.replace("Ulm", "Ulm, " * 120)
+    body = chat_body(tools=[WEATHER], tool_choice=choice, max_tokens=900)
+    script = [*spelled(text), END_ID]
+    how: dict[str, Any] = {"tokenizer": tokenizer, "max_seq_len": 4096, "num_pages": 4096}
+    [whole] = ask(scripted(script, **how), CHAT, body).json()["choices"]
+    events = ask(scripted(script, step_s=0.0005, **how), CHAT, {**body, "stream": True}).events()
+    message, reason = streamed(events)
+    [call] = message["tool_calls"]
+    assert call["function"] == whole["message"]["tool_calls"][0]["function"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Ulm, " * 120}
+    assert reason == whole["finish_reason"] == "tool_calls"
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    assert sum("tool_calls" in delta for delta in deltas) >= 20
+    assert not any(delta.get("content") for delta in deltas)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_whose_arguments_are_cut_is_a_call(tokenizer: Tokenizer, stream: bool) -> None:
+    begin = CALL.index('{"city') + 2
+    for size in range(begin, CALL.index("}") + 1):
+        body = chat_body(tools=[WEATHER], max_tokens=size, stream=stream)
+        reply = ask(scripted(spelled(CALL), tokenizer=tokenizer), CHAT, body)
+        if stream:
+            message, reason = streamed(reply.events())
+        else:
+            [choice] = reply.json()["choices"]
+            message, reason = choice["message"], choice["finish_reason"]
+        [call] = message["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": CALL[begin - 2 : size]}
+        assert (reason, message["content"]) == ("length", None)

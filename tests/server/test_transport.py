@@ -6,10 +6,8 @@ import contextlib
 import http.client
 import logging
 import os
-import shutil
 import socket
 import ssl
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -27,25 +25,10 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import until
+from tests.support.transports import make_certificate
 
 BODY = '{"model": "hash-model", "prompt": "Hello", "max_tokens": 8, "seed": 1}'
 JSON = {"content-type": "application/json"}
-
-
-def make_certificate(folder: Path, name: str) -> tuple[str, str]:
-    """A self-signed certificate for 127.0.0.1 and its key."""
-    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
-    openssl = shutil.which("openssl")
-    assert openssl, "the openssl program is needed to make a certificate"
-    subprocess.run(
-        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1", "-addext",
-         "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)],
-        check=True,
-        capture_output=True,
-        timeout=60,
-    )  # fmt: skip
-    return str(certificate), str(key)
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +103,8 @@ def test_an_event_loop_of_others_is_not_taken(monkeypatch: pytest.MonkeyPatch) -
 def test_certificates_that_cannot_be_used(made: dict[str, tuple[str, str]], tmp_path: Path) -> None:
     certificate, key = made["one"]
     text, empty, fifo = tmp_path / "text.pem", tmp_path / "empty.pem", tmp_path / "fifo.pem"
-    text.write_text("hello")
-    empty.write_text("")
+    text.write_text("hello", encoding="utf-8")
+    empty.write_text("", encoding="utf-8")
     os.mkfifo(fifo)
     cases = {
         ("gone.pem", key): "ssl_certfile: 'gone.pem' cannot be read: No such file",
@@ -183,8 +166,8 @@ def test_paths_of_unix_sockets(tmp_path: Path) -> None:
     stale.close()
     with unix_socket(path):
         os.unlink(path)
-        Path(path).write_text("somebody else's")
-    assert Path(path).read_text() == "somebody else's"
+        Path(path).write_text("somebody else's", encoding="utf-8")
+    assert Path(path).read_text(encoding="utf-8") == "somebody else's"
     with pytest.raises(ConfigError, match="is there and is no socket"), unix_socket(path):
         pass
     for wrong in (str(tmp_path / "no" / "such"), str(tmp_path / ("x" * 200)), "a\0b"):

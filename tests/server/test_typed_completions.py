@@ -86,10 +86,10 @@ def test_a_prompt_of_token_ids() -> None:
         ({**BODY, "prompt": "x" * 600}, 422, "prompt", "context_length_exceeded", "601 tokens"),
         ({**BODY, "prompt": [1] * 600}, 422, "prompt", "context_length_exceeded", "600 tokens"),
         ({**BODY, "max_tokens": 0}, 422, "max_tokens", None, "between 1 and"),
-        ({**BODY, "max_tokens": -1}, 422, "max_tokens", None, "between 1 and"),
+        ({**BODY, "max_tokens": -3}, 422, "max_tokens", None, "between 1 and"),
         ({**BODY, "temperature": -1}, 422, "temperature", None, "temperature must be"),
         ({**BODY, "temperature": 3}, 422, "temperature", None, "temperature must be"),
-        ({**BODY, "top_p": 0}, 422, "top_p", None, "top_p must be"),
+        ({**BODY, "top_p": -0.1}, 422, "top_p", None, "top_p must be"),
         ({**BODY, "top_p": 1.5}, 422, "top_p", None, "top_p must be"),
         ({**BODY, "top_k": -2}, 422, "top_k", None, "top_k must be"),
         ({**BODY, "timeout": 0}, 422, "timeout", None, "above 0"),
@@ -108,7 +108,7 @@ def test_a_prompt_of_token_ids() -> None:
         (b"{", 400, None, "invalid_json", ""),
         (b"[]", 400, None, "invalid_type", "must be a JSON object"),
         ({**BODY, "max_tokens": "5"}, 400, "max_tokens", "invalid_type", "an integer"),
-        ({**BODY, "max_tokens": 5.0}, 400, "max_tokens", "invalid_type", "an integer"),
+        ({**BODY, "max_tokens": 5.5}, 400, "max_tokens", "invalid_type", "an integer"),
         ({**BODY, "temperature": "1"}, 400, "temperature", "invalid_type", "a number"),
         ({**BODY, "stream": "yes"}, 400, "stream", "invalid_type", "true or false"),
         ({**BODY, "model": 5}, 400, "model", "invalid_type", "a string"),
@@ -201,14 +201,14 @@ def test_several_models() -> None:
 
 
 def test_the_page_shows_these_events() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "typed.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "typed.md").read_text(encoding="utf-8")
     assert f"```\n{EVENTS.decode()}```\n" in page
     assert f"```\n{BROKEN.decode()}```\n" in page
 
 
 def test_the_command_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m infer.server`; without its last flag a server refuses to be reached by others."""
-    page = (Path(__file__).parents[2] / "docs" / "typed.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "typed.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^python -m infer\.server (.*?)^```", page, re.DOTALL | re.MULTILINE)
     command = command.replace("\\\n", "").replace("PATH-OR-HUB-ID", str(DEMO))
     arguments = shlex.split(command.replace("8000", "0"))

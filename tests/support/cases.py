@@ -1,7 +1,8 @@
-"""Parameters of tests, some of which run with `-m slow` only."""
+"""Parameters of tests, some of which run with `-m slow` or `-m timing` only."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -13,3 +14,13 @@ def slow_but(kept: Container[Any], values: Iterable[Any]) -> list[Any]:
     return [
         value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values
     ]
+
+
+def timed(limit_s: float) -> pytest.MarkDecorator:
+    """The parameter `most_s` of a test, with which it compares a time: no limit by default, and
+    `limit_s` with `-m timing`. What else the test asserts holds in both."""
+    limits = [
+        pytest.param(math.inf, id="untimed"),
+        pytest.param(limit_s, id="timed", marks=pytest.mark.timing),
+    ]
+    return pytest.mark.parametrize("most_s", limits)

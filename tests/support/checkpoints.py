@@ -53,9 +53,9 @@ def write_tokenizer(folder: Path, *, chat: bool = True, add_bos: bool = True) ->
     }
     if chat:
         config["chat_template"] = CHAT_TEMPLATE
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "generation_config.json").write_text(
-        json.dumps({"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, END_ID]})
+        json.dumps({"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, END_ID]}), encoding="utf-8"
     )
     return folder
 
@@ -103,6 +103,12 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 """Family → (prefix of transformers' class names, a small shape)."""
 
 
+def architecture_of(family: str) -> str:
+    """The name in the registry of a family's architecture."""
+    head = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+    return FAMILIES[family][0].removesuffix("Text") + head
+
+
 def make_model(family: str, *, seed: int = 0, **shape: object) -> Any:
     """A small random model of transformers, in float32.
 
@@ -113,10 +119,9 @@ def make_model(family: str, *, seed: int = 0, **shape: object) -> Any:
     import transformers
 
     name, values = FAMILIES[family]
-    head = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
     config = getattr(transformers, f"{name}Config")(**{**values, **shape})
     torch.manual_seed(seed)
-    model = getattr(transformers, name.removesuffix("Text") + head)(config).eval().float()
+    model = getattr(transformers, architecture_of(family))(config).eval().float()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -135,10 +140,17 @@ def write_checkpoint(
     *,
     shard_bytes: int | None = None,
     seed: int = 0,
+    rounded: bool = False,
     **shape: object,
 ) -> Any:
-    """Let transformers write a small random checkpoint with a tokenizer; returns its model."""
+    """Let transformers write a small random checkpoint with a tokenizer; returns its model.
+
+    `rounded`: every weight is a number of bfloat16.
+    """
     model = make_model(family, seed=seed, **shape)
+    if rounded:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16().float()
     model.save_pretrained(folder, max_shard_size=shard_bytes or "5GB")
     write_tokenizer(folder, chat=family != "gpt2", add_bos=family not in ("gpt2", "qwen2", "qwen3"))
     return model

@@ -2,8 +2,8 @@
 
 `SetCells` is what each `seq_*` function means, one cell at a time. `DenseCells` adds the forward
 pass: every cell keeps its keys without rotation, each decode rotates all of them to their positions
-of now, and attention is a softmax under a mask of T × cells. Nothing of the engine's storage,
-tables, groups or kernels is used.
+of now, as the model itself rotates tokens of these positions, and attention is a softmax under a
+mask of T × cells. Nothing of the engine's storage, tables, groups or kernels is used.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from infer.kernels.rotary import QKRotation
+from infer.kernels.rotary import QKRotation, rotate
 from infer.models.model import Model
-from infer.models.rope import inverse_frequencies
 
 
 @dataclass(eq=False)
@@ -86,6 +85,7 @@ class DenseCells(SetCells):
         at = torch.tensor([c.pos for c in self.cells])
         shared = [[bool(q.seqs & c.seqs) for c in self.cells] for q in new]
         config = self.model.config
+        rotations = self.rotations(at)
 
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
@@ -97,29 +97,35 @@ class DenseCells(SetCells):
                 cell.values.append(value.clone())
             keys = torch.stack([c.keys[layer] for c in self.cells])
             values = torch.stack([c.values[layer] for c in self.cells])
-            window = config.window(layer)
-            if turn is not None:
-                rope = config.rope if window is None else config.local_rope or config.rope
-                freqs = inverse_frequencies(rope, config.head_dim)
-                q = turned(q, at[-len(new) :], freqs, rope.attention_factor)
-                keys = turned(keys, at, freqs, rope.attention_factor)
+            window = config.layer(layer).window
+            rotation = rotations[layer]
+            if rotation is not None and rotation.cos is not None and rotation.sin is not None:
+                cos, sin = rotation.cos, rotation.sin
+                q = rotate(q, cos[-len(new) :], sin[-len(new) :])
+                keys = rotate(keys, cos, sin)
             distance = at[-len(new) :, None] - at[None, :]
             mask = torch.tensor(shared) & (distance >= 0)
             if window is not None:
                 mask &= distance < window
-            rep = config.num_heads // config.num_kv_heads
+            rep = q.shape[1] // keys.shape[1]
             keys, values = (x.repeat_interleave(rep, dim=1) for x in (keys, values))
-            scores = torch.einsum("qhd,khd->hqk", q, keys) * config.attention_scale
+            scores = torch.einsum("qhd,khd->hqk", q, keys) * config.layer(layer).attention_scale
             weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
             return torch.einsum("hqk,khd->qhd", weights, values)
 
         hidden = self.model.forward(torch.tensor(tokens), torch.tensor(pos), attend)
         return self.model.logits(hidden)
 
+    def rotations(self, positions: Tensor) -> list[QKRotation | None]:
+        """What each layer passes to attention for tokens at these positions."""
+        found: list[QKRotation | None] = []
 
-def turned(x: Tensor, pos: Tensor, freqs: Tensor, factor: float) -> Tensor:
-    """Heads [n, heads, D] rotated to their positions [n]."""
-    angle = pos[:, None, None] * freqs
-    cos, sin = angle.cos() * factor, angle.sin() * factor
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+        ) -> Tensor:
+            assert layer == len(found)
+            found.append(turn)
+            return torch.zeros_like(q)
+
+        self.model.forward(torch.zeros_like(positions), positions, attend)
+        return found

@@ -61,11 +61,7 @@ def storage(device: torch.device, dtype: torch.dtype) -> KVStorage:
 
 
 def arrange(made: KVStorage, kind: type, **settings: Any) -> Any:
-    windows = [SHAPE.window(layer) for layer in range(SHAPE.num_layers)]
-    return kind(
-        made.keys, made.values, num_heads=SHAPE.num_heads, scale=SHAPE.attention_scale,
-        windows=windows, **settings,
-    )  # fmt: skip
+    return kind(made.keys, made.values, **SHAPE.attention(), **settings)
 
 
 def plain_runner(model: Model, device: torch.device) -> ModelRunner:

@@ -36,6 +36,7 @@ from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.tokenizer import Tokenizer
 from infer.types import Request, TokenLogprobs
 from infer.types.engine_limits import EngineLimits
+from infer.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from tests.support.checkpoints import VOCAB_SIZE, write_tokenizer
 
 _MASK = (1 << 61) - 1
@@ -322,11 +323,13 @@ def make_hash_llm(
     tokenizer: Tokenizer | None = None,
     seed: int = 0,
     mailbox_limits: MailboxLimits | None = None,
+    defaults: SamplingDefaults = NO_DEFAULTS,
     **settings: Any,
 ) -> AsyncLLM:
     """The real asyncio façade over a hash core; `settings` go to `make_hash_core`."""
     core = make_hash_core(**settings)
-    input_processor = InputProcessor(tokenizer or small_tokenizer(), limits_of(core), seed)
+    tokenizer = tokenizer or small_tokenizer()
+    input_processor = InputProcessor(tokenizer, limits_of(core), seed, defaults)
     return AsyncLLM(EngineThread(core), input_processor, "hash-model", mailbox_limits)
 
 

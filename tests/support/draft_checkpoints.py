@@ -20,7 +20,7 @@ def write_first_layers(folder: Path, num_layers: int, *, vocab_size: int | None 
     folder.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(SHIPPED_FOLDER / name, folder)
-    config = json.loads((SHIPPED_FOLDER / "config.json").read_text())
+    config = json.loads((SHIPPED_FOLDER / "config.json").read_text(encoding="utf-8"))
     config["num_hidden_layers"] = num_layers
     tensors = load_file(SHIPPED_FOLDER / "model.safetensors")
     kept = {}
@@ -35,7 +35,7 @@ def write_first_layers(folder: Path, num_layers: int, *, vocab_size: int | None 
         rows[:num] = kept[name][:num]
         kept[name], config["vocab_size"] = rows, vocab_size
     save_file(kept, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
@@ -43,9 +43,9 @@ def write_other_vocabulary(folder: Path) -> Path:
     """The shipped model's first layer, with two words of the vocabulary exchanged."""
     write_first_layers(folder, 1)
     path = folder / "tokenizer.json"
-    text = json.loads(path.read_text())
+    text = json.loads(path.read_text(encoding="utf-8"))
     vocab = text["model"]["vocab"]
     first, second = (word for word, token_id in vocab.items() if token_id in (100, 200))
     vocab[first], vocab[second] = vocab[second], vocab[first]
-    path.write_text(json.dumps(text))
+    path.write_text(json.dumps(text), encoding="utf-8")
     return folder

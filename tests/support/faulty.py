@@ -73,7 +73,7 @@ def starts(settings: dict[str, Any]) -> Blueprint:
     path = Path(settings.pop("while_there"))
     if not path.exists():
         raise LoadError("the checkpoint has gone")
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         file.write("x\n")
     return hash_blueprint(settings)
 

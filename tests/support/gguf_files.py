@@ -5,6 +5,7 @@ The package supplies tensor names, keys and blocks; this module makes llama.cpp'
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from gguf import GGMLQuantizationType as Q
 from tokenizers.pre_tokenizers import ByteLevel
 
 from infer.kernels.rotary import QKRotation
-from infer.models.gguf_file import GGUFFile
+from infer.models.gguf_file import LLAMA_ROWS, GGUFFile
 from infer.models.model import build_model
 from tests.support.checkpoints import BOS_ID, CHAT_TEMPLATE, END_ID, EOS_ID, SPECIAL
 
@@ -88,11 +89,19 @@ def add_text(writer: gguf.GGUFWriter) -> None:
 
 
 def write(
-    path: Path, arch: str, model: Any, kind: Q = Q.F32, head: Q | None = None, **keys: Any
+    path: Path,
+    arch: str,
+    model: Any,
+    kind: Q = Q.F32,
+    head: Q | None = None,
+    *,
+    sampling: Mapping[str, float] | None = None,
+    **keys: Any,
 ) -> Any:
     """Write a model as a file; afterwards the model has the same weights as the file.
 
-    Matrices are stored as `kind`, the output head as `head`. `keys` are added to the metadata.
+    Matrices are stored as `kind`, the output head as `head`. `keys` are added to the metadata, as
+    are the settings of `sampling`.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
@@ -124,6 +133,12 @@ def write(
         writer.add_sliding_window(config.sliding_window)
     for key, value in keys.items():
         getattr(writer, f"add_{key}")(*(value if isinstance(value, tuple) else (value,)))
+    for key, value in (sampling or {}).items():
+        name = f"general.sampling.{key}"
+        if isinstance(value, int):
+            writer.add_int32(name, value)
+        else:
+            writer.add_float32(name, value)
     add_text(writer)
 
     names = gguf.get_tensor_name_map(
@@ -133,7 +148,7 @@ def write(
     for name, parameter in model.named_parameters():
         values = parameter.detach().numpy()
         order = None
-        if arch in ("llama", "mistral3") and (".q_proj" in name or ".k_proj" in name):
+        if arch in LLAMA_ROWS and (".q_proj" in name or ".k_proj" in name):
             order = row_order(len(values) // size, size)
             values = values[order]
         shift = float(arch == "gemma3" and name.endswith("norm.weight"))
@@ -214,13 +229,13 @@ def dense_logits(
     def attend(
         layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: QKRotation | None
     ) -> torch.Tensor:
-        window = config.window(layer) or len(tokens)
+        window = config.layer(layer).window or len(tokens)
         if turn is not None:
             q, k = turn(q, k)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         seen = (distance >= 0) & (distance < window)
         out = F.scaled_dot_product_attention(
-            q, k, v, seen, scale=config.attention_scale, enable_gqa=True
+            q, k, v, seen, scale=config.layer(layer).attention_scale, enable_gqa=True
         )
         return out.transpose(0, 1)
 

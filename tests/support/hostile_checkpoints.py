@@ -19,7 +19,7 @@ Change = Callable[[Path], object]
 
 def config(**fields: Any) -> Change:
     def change(folder: Path) -> None:
-        raw = json.loads((folder / "config.json").read_text())
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         replace(folder, "config.json", json.dumps({**raw, **fields}))
 
     return change
@@ -36,7 +36,7 @@ def file(name: str, content: str | bytes) -> Change:
 
 def tokenizer(change: Callable[[dict[str, Any]], object]) -> Change:
     def apply(folder: Path) -> None:
-        raw = json.loads((folder / "tokenizer.json").read_text())
+        raw = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         change(raw)
         replace(folder, "tokenizer.json", json.dumps(raw))
 
@@ -258,6 +258,8 @@ def template(source: str) -> Change:
     return file("chat_template.jinja", source)
 
 
+HARMLESS = {"filtered loops", "shared dict()", "repeating kept", "rjust", "round"}
+"""templates that may be loaded: what they do takes little, or fails, in the process that renders"""
 OVER = "{% for a in range(9999) %}"
 
 
@@ -447,7 +449,10 @@ def check(kinds: dict[str, dict[str, Change]], folder: Path) -> dict[str, dict[s
         found[kind][name] = one
     for kind, ones in found.items():
         wanted = "loaded" if kind == "legal" else "LoadError"
-        assert {name: one for name, one in ones.items() if one.kind != wanted} == {}
+        wrong = {name: one for name, one in ones.items() if one.kind != wanted}
+        harmless = HARMLESS if kind == "templates" else set()
+        assert [one for name, one in wrong.items() if name not in harmless] == []
+        assert {one.kind for one in wrong.values()} <= {"loaded"}
         assert too_much(ones) == {}
         assert {name: one.message for name, one in ones.items() if len(one.message) > 1900} == {}
     return found

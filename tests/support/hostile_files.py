@@ -38,7 +38,11 @@ class Loader:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
         )
 
     def load(self, path: Path) -> Loaded:
@@ -64,6 +68,7 @@ def load_all(paths: Sequence[Path], timeout_s: float = 300) -> list[Loaded]:
         text=True,
         timeout=timeout_s,
         check=True,
+        encoding="utf-8",
     )
     found = [Loaded(**json.loads(line)) for line in done.stdout.splitlines()]
     assert len(found) == len(paths)
@@ -89,7 +94,10 @@ def _peak_bytes() -> int:
 def _child(path: str, out: int, before: int) -> None:
     # A limit of CPU time, which does not depend on the machine's load.
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S * 2, LIMIT_S * 2))
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    mapped = (
+        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+        * resource.getpagesize()
+    )
     most = mapped + 3 * LIMIT_BYTES  # ends a process that takes too much memory
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     kind, message = _load(path)
@@ -126,7 +134,7 @@ def main() -> None:
             if time.monotonic() > ends_s:
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.002)
-        with os.fdopen(reading) as file:
+        with os.fdopen(reading, encoding="utf-8") as file:
             text = file.read()
         killed = {"kind": "killed", "message": "", "cpu_s": 99.0, "num_bytes": 0}
         print(text or json.dumps(killed), flush=True)

@@ -11,6 +11,7 @@ computed between two iterations (which the machine's load does not change), and 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import sys
 import time
@@ -88,7 +89,7 @@ def where(task: asyncio.Task[Any]) -> str:
 def memory(pid: object) -> int:
     """Bytes of a process that no file backs, swapped ones included."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         return 0
     kinds = ("RssAnon:", "VmSwap:")
@@ -142,7 +143,8 @@ if __name__ == "__main__":
     from tests.support.doubles import launch_hash_llm
 
     how = json.loads(sys.argv[2])
-    serving = {name: how.pop(name) for name in ("drain_timeout_s", "write_stall_s") if name in how}
-    settings = ServerSettings(**serving)
-    sock = serve.bind(port=0, write_stall_s=settings.write_stall_s)
-    serve.run(launch_hash_llm(**how), sock, settings)
+    names = {field.name for field in dataclasses.fields(ServerSettings)}
+    settings = ServerSettings(**{name: how.pop(name) for name in names & how.keys()})
+    bound = serve.bind(port=0, write_stall_s=settings.write_stall_s)
+    with serve.unix_socket(settings.uds) if settings.uds else bound as sock:
+        serve.run(launch_hash_llm(**how), sock, settings)

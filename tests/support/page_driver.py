@@ -55,7 +55,7 @@ ANSWERS = (
 @contextmanager
 def chromium(flags: Sequence[str] = ()) -> Iterator[Any]:
     """A running Chromium, with more `flags`; skips where Playwright or a browser is missing."""
-    api = pytest.importorskip("playwright.sync_api", reason="pip install 'infer[browser]'")
+    api = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
     path = os.environ.get("INFER_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("there is no Chromium here; INFER_CHROMIUM may name one")

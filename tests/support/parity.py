@@ -1,6 +1,7 @@
 """Measures how much our model's logits differ from transformers' on the same checkpoint.
 
-`Bench` runs a model over a paged cache, chunk by chunk. Each function in `WAYS` computes tokens in
+`Bench` runs a model over a paged cache, chunk by chunk, with the attention that serves or with the
+reference. Each function in `WAYS` computes tokens in
 another way (prefill, single decodes, chunks, a mixed batch, after a prefix hit) and returns the
 largest difference of logits relative to their scale. Tests assert on the differences, and
 `benchmarks/parity.py` prints them as the table of docs/models.md.
@@ -15,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infer.attention.sdpa import SDPABackend
+from infer.engine.build.runner_factory import make_attention
+from infer.models.gguf_file import GGUFFile
 from infer.models.model import build_model
 from infer.models.registry import read_model_config
 from infer.models.weights import open_checkpoint
@@ -31,26 +33,34 @@ class Bench:
     """Runs a model over a paged cache, chunk by chunk."""
 
     def __init__(
-        self, folder: Path, page_size: int = 4, dtype: torch.dtype = torch.float32
+        self,
+        path: Path,
+        page_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+        *,
+        quantization: str | None = None,
+        attention: str = "sdpa",
     ) -> None:
+        """`path`: a folder, or a GGUF file, whose weights stay in its blocks in bfloat16.
+        `attention`: as in `EngineConfig`; "auto" serves."""
         cpu = torch.device("cpu")
-        self.config = read_model_config(folder)
-        source = open_checkpoint(folder, dtype, cpu)
+        if path.is_dir():
+            self.config = read_model_config(path)
+            source = open_checkpoint(path, dtype, cpu).with_layers(quantization)
+        else:
+            file = GGUFFile(path)
+            self.config = file.config
+            blocks = file.block_reader() if dtype == torch.bfloat16 else None
+            source = file.source(dtype, cpu).with_layers(quantization, blocks=blocks)
         self.model = build_model(self.config, source, self.config.max_seq_len)
         self.storage = KVStorage(self.config, 300, page_size, dtype=dtype, device=cpu)
-        self.backend = SDPABackend(
-            self.storage.keys,
-            self.storage.values,
-            num_heads=self.config.num_heads,
-            scale=self.config.attention_scale,
-            windows=[self.config.window(i) for i in range(self.config.num_layers)],
-        )
+        self.backend = make_attention(attention, self.storage, self.config)
         self.allocator = PageAllocator(300, page_size)
 
-    def sequence(self, tokens: list[int]) -> Sequence:
+    def sequence(self, tokens: list[int], *, matched: bool = True) -> Sequence:
         request = Request(str(id(tokens)), tuple(tokens), SamplingParams(), 0, 1)
         sequence = Sequence.from_request(request, 0)
-        sequence.table = self.allocator.match(tokens)
+        sequence.table = self.allocator.match(tokens if matched else [])
         sequence.num_computed = sequence.table.num_indexed * self.allocator.page_size
         assert self.allocator.grow(sequence.table, len(tokens))
         return sequence
@@ -74,6 +84,9 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
 
 
 def reference(model: Any, tokens: list[int]) -> Tensor:
+    """Logits [n, V] of a text by transformers' model, or by a bench."""
+    if isinstance(model, Bench):
+        return model.step((model.sequence(tokens, matched=False), len(tokens)))[0]
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([tokens])).logits[0]
     return logits
@@ -125,9 +138,10 @@ def prefix_hit(bench: Bench, theirs: Any) -> float:
     first = bench.sequence(tokens)
     bench.step((first, 120))
     again = bench.sequence([*tokens[:100], *tokens_of(30, seed=4)])
-    assert again.num_computed == 100
-    (ours,) = bench.step((again, 30))
-    return deviation(ours, reference(theirs, again.tokens)[100:])
+    num_cached = 100 // bench.allocator.page_size * bench.allocator.page_size
+    assert again.num_computed == num_cached
+    (ours,) = bench.step((again, 130 - num_cached))
+    return deviation(ours, reference(theirs, again.tokens)[num_cached:])
 
 
 WAYS: dict[str, Callable[[Bench, Any], float]] = {

@@ -27,7 +27,7 @@ def postgresql() -> Iterator[str]:
 
     The test is skipped where PostgreSQL or its driver is missing.
     """
-    pytest.importorskip("psycopg", reason="needs the extra: pip install 'infer[postgres]'")
+    pytest.importorskip("psycopg", reason="needs the extra: pip install -e '.[postgres]'")
     found = [shutil.which(name, path=PATH) for name in ("initdb", "postgres")]
     if None in found:
         pytest.skip("PostgreSQL is not here: no initdb and postgres in PATH or where Debian has it")

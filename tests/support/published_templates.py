@@ -87,7 +87,11 @@ def _archive(package: str, spec: str, kind: str) -> Path:
         form = "--only-binary" if kind == "wheel" else "--no-binary"
         command = ["-m", "pip", "download", "-q", "--no-deps", form, ":all:", "-d", str(folder)]
         done = subprocess.run(
-            [sys.executable, *command, spec], capture_output=True, text=True, timeout=600
+            [sys.executable, *command, spec],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            encoding="utf-8",
         )
         assert done.returncode == 0, done.stderr[-2000:]
     [archive] = [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]

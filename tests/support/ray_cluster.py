@@ -88,7 +88,9 @@ def _of_session(session: int) -> Iterator[Part]:
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             # The name in brackets may have spaces.
-            name, _, rest = (path / "stat").read_text().partition(" (")[2].rpartition(") ")
+            name, _, rest = (
+                (path / "stat").read_text(encoding="utf-8").partition(" (")[2].rpartition(") ")
+            )
             state, parent, _, its_session, *_ = rest.split()
             command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
             if int(its_session) == session and state != "Z":
@@ -107,7 +109,7 @@ def ray_cluster(
 ) -> Iterator[RayCluster]:
     """Serve with `arguments` on a head and nodes with so many cores each; ends all of it."""
     settings = {"arguments": dict(arguments), "port": port, "cores": list(cores)}
-    with log.open("w") as errors:
+    with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", __name__, json.dumps(settings)],
             env={**ENV, "RAY_USAGE_STATS_ENABLED": "0", **(environment or {})},
@@ -116,11 +118,14 @@ def ray_cluster(
             stderr=errors,
             text=True,
             start_new_session=True,
+            encoding="utf-8",
         )
         with process:
             try:
                 assert process.stdout is not None
-                assert process.stdout.readline() == "serving\n", log.read_text()[-5000:]
+                assert process.stdout.readline() == "serving\n", log.read_text(encoding="utf-8")[
+                    -5000:
+                ]
                 yield RayCluster(process, port)
             finally:
                 ends_s = time.monotonic() + 20
@@ -134,7 +139,7 @@ def ray_cluster(
 
 def main(settings: Mapping[str, Any]) -> None:
     """Start and serve, then obey; Ray's own output goes to stderr."""
-    with os.fdopen(os.dup(1), "w") as answers:
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
         _obey(settings, answers)
 

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.raw_http import connect
+
 WORDS = ["Once", "upon", "a", "time", "there", "was", "one", "little", "fox", "and", "an", "owl"]
 PAUSE_S = 0.05
 """seconds between two events of a stream that are noted with their time"""
@@ -80,11 +82,13 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 class Served:
-    """A running server: its port, its process, and the engine's process below it."""
+    """A running server: its address, its process, and the engine's process below it."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
-        self.port = port
+        self.url = url
+        ending = url.rpartition(":")[2]
+        self.port = int(ending) if ending.isdecimal() else 0
 
     def engine_pid(self) -> int | None:
         """Id of the current engine process; None if there is none."""
@@ -129,7 +133,8 @@ class Served:
         """Status and body."""
         import http.client
 
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection = http.client.HTTPConnection("localhost", self.port, timeout=10)
+        connection.sock = connect(self.url)
         try:
             connection.request("GET", path)
             response = connection.getresponse()
@@ -172,7 +177,7 @@ def cpu_s(pid: int) -> float:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""
 
@@ -202,7 +207,7 @@ def served(
         assert descriptors is not None
         resource.setrlimit(resource.RLIMIT_NOFILE, descriptors)
 
-    with log.open("w") as errors:
+    with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
             [sys.executable, *arguments],
             env=ENV,
@@ -210,18 +215,19 @@ def served(
             stderr=errors,
             text=True,
             preexec_fn=limit_files if descriptors else None,
+            encoding="utf-8",
         )
         with process:
             try:
                 assert process.stdout is not None
                 line = process.stdout.readline()
-                found = re.findall(r":(\d+) ", line)
-                assert found, f"{line!r} {log.read_text()}"
-                server = Served(process, int(found[0]))
+                found = re.findall(r" at (\S+) \(", line)
+                assert found, f"{line!r} {log.read_text(encoding='utf-8')}"
+                server = Served(process, found[0])
                 yield server
                 children = server.children()
                 process.send_signal(signal.SIGTERM)
-                assert process.wait(60) == 0, log.read_text()
+                assert process.wait(60) == 0, log.read_text(encoding="utf-8")
                 ends_s = time.monotonic() + 5
                 while left := [pid for pid in children if _text(Path(f"/proc/{pid}/cmdline"))]:
                     assert time.monotonic() < ends_s, f"orphans: {left}"
@@ -402,5 +408,5 @@ class Findings:
         path = os.environ.get("INFER_RELIABILITY_FINDINGS")
         if path:
             row = {"number": number, "name": name, "load": load, "counted": counted}
-            with Path(path).open("a") as file:
+            with Path(path).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")

@@ -28,7 +28,7 @@ from infer.server.app import create_app
 from infer.server.fronts import SeveralFronts
 from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.openapi import document
-from infer.server.serve import Server, bind, url_of
+from infer.server.serve import Server, bind, unix_socket, url_of
 from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.types import TokenLogprobs
@@ -185,7 +185,7 @@ class App:
 
     async def idle(self) -> None:
         """Wait until every seat and page is free and no step is computed; fails after a while."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while not is_idle(self.engine):
                 await asyncio.sleep(0.002)
         steps = self.engine.stats()["num_steps"]
@@ -275,21 +275,22 @@ def spelled(text: str) -> list[int]:
 def live(engine: AsyncLLM, **how: Any) -> Iterator[str]:
     """Run a server on a free port; yields its URL."""
     settings = ServerSettings(**how)
-    with bind(port=0, limits=settings.limits) as sock:
+    place = unix_socket(settings.uds) if settings.uds else bind(port=0, limits=settings.limits)
+    with place as sock:
         listening = threading.Event()
         server = Server(engine, sock, settings, announce=lambda line: listening.set())
         thread = threading.Thread(target=server.serve_until_stopped)
         thread.start()
         try:
             assert listening.wait(10)
-            yield url_of(sock)
+            yield url_of(sock, is_tls=settings.ssl_certfile is not None)
         finally:
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait until a condition is true; fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -34,8 +34,18 @@ def told_apart(pieces: Iterable[str], tools: ToolFormat | None, **options: Any) 
     return Parts(
         "".join(parts.reasoning for parts in given),
         "".join(parts.content for parts in given),
-        tuple(call for parts in given for call in parts.calls),
+        tuple(joined(given)),
     )
+
+
+def joined(given: Iterable[Parts]) -> list[ToolCall]:
+    """The calls that pieces of an answer add up to."""
+    found = list[ToolCall]()
+    for parts in given:
+        if parts.more:
+            found[-1] = ToolCall(found[-1].name, found[-1].arguments + parts.more)
+        found += parts.calls
+    return found
 
 
 def call(name: str = "f", **arguments: object) -> ToolCall:
@@ -85,7 +95,7 @@ CASES: list[tuple[ToolFormat | None, str, Parts]] = [
     (HERMES, '<tool_call>{"name": "f", "city": 1}</tool_call>',
      content('<tool_call>{"name": "f", "city": 1}</tool_call>')),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
-     content('<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>')),
+     calls(ToolCall("f", '{"a": 1e999}'))),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>\\""}}</tool_call>!',
      Parts("", "!", (call(a='</tool_call>"'),))),
     (HERMES, f'<tool_call>{{"name": "f</tool_call> {HERMES_ONE}',
@@ -106,11 +116,12 @@ CASES: list[tuple[ToolFormat | None, str, Parts]] = [
     (GEMMA, "<start_function_call>call:f{}<end_function_call>", calls(call())),
     (GEMMA4, '<|tool_call>call:f{a:<|"|>x, y: 2<|"|>,b:[1,{c:true}]}<tool_call|>'
      "<|tool_call>call:g{}", calls(NESTED, call("g"))),
-    (GEMMA4, BROKEN, content(BROKEN)),
+    (GEMMA4, BROKEN, calls(ToolCall("f", '{"a": "x}'))),
+    (GEMMA4, "<|tool_call>call:f<tool_call|>", content("<|tool_call>call:f<tool_call|>")),
     # marks around all calls and around each call
     (DEEPSEEK, f"{R1_BEGIN}{R1_ONE}\n{R1_ONE}{R1_END}", calls(F1, F1)),
     (DEEPSEEK, f"<think>\nhm\n</think>\n\n{R1_BEGIN}{R1_ONE}", Parts("hm", "", (F1,))),
-    (DEEPSEEK, f"{R1_BEGIN}{R1_ONE[:-26]}", content(f"{R1_BEGIN}{R1_ONE[:-26]}")),
+    (DEEPSEEK, f"{R1_BEGIN}{R1_ONE[:-26]}", calls(ToolCall("f", '{"a'))),
     (DEEPSEEK, f"{R1_BEGIN}{V3_ONE}{R1_END}", calls(F1)),
     (DEEPSEEK, f"{R1_BEGIN}no{R1_END}", content(f"{R1_BEGIN}no{R1_END}")),
     # a mark before calls
@@ -122,7 +133,10 @@ CASES: list[tuple[ToolFormat | None, str, Parts]] = [
     (MISTRAL, 'See.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]get-weather[ARGS]{"a": "}"}',
      Parts("", "See.", (F1, call("get-weather", a="}")))),
     (MISTRAL, '[TOOL_CALLS]f{"a": 1}', calls(F1)),
-    (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": ', content('[TOOL_CALLS]f[ARGS]{"a": ')),
+    (MISTRAL, '[TOOL_CALLS]f[ARGS]{"a": ', calls(ToolCall("f", '{"a": '))),
+    (MISTRAL, "[TOOL_CALLS]f[ARGS]{", content("[TOOL_CALLS]f[ARGS]{")),
+    (MISTRAL, '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "abc123def"}, {"arguments"'
+     ': {"a": 1}, "name": "f"}] so', Parts("", "so", (F1, F1))),
     (MISTRAL, "[TOOL_CALLS] I shall call", content("[TOOL_CALLS] I shall call")),
     (MISTRAL, "[TOOL_CALLS][1, 2] so", content("[TOOL_CALLS][1, 2] so")),
     (MISTRAL, "[TOOL_CALLS]", content("[TOOL_CALLS]")),
@@ -148,8 +162,10 @@ CASES: list[tuple[ToolFormat | None, str, Parts]] = [
     (BARE, '{"name": "f", "age": 3}', content('{"name": "f", "age": 3}')),
     (BARE, '{"name": "f"}', content('{"name": "f"}')),
     (BARE, '{"name": "h", "parameters": {}}', content('{"name": "h", "parameters": {}}')),
-    (BARE, f"{ONE} or so", content(f"{ONE} or so")),
-    (BARE, f"{ONE}; or {{", content(f"{ONE}; or {{")),
+    (BARE, f"{ONE} or so", Parts("", "or so", (F1,))),
+    (BARE, f"{ONE}; or {{", Parts("", "or {", (F1,))),
+    (BARE, f'{ONE}; {{"name": "h", "parameters": {{}}}}',
+     Parts("", '{"name": "h", "parameters": {}}', (F1,))),
     (BARE, f"Hm {ONE}", content(f"Hm {ONE}")),
     (BARE, "<|py", content("<|py")),
     (BARE, "<|python_tag|>print(5)", content("<|python_tag|>print(5)")),
@@ -168,12 +184,13 @@ CASES: list[tuple[ToolFormat | None, str, Parts]] = [
     (PYTHONIC, "[f(1)]", content("[f(1)]")),
     (PYTHONIC, "[h(a=1)]", content("[h(a=1)]")),
     (PYTHONIC, "[f(a=open('x'))]", content("[f(a=open('x'))]")),
-    (PYTHONIC, "[f(a=1)] and more", content("[f(a=1)] and more")),
+    (PYTHONIC, "[f(a=1)] and more", Parts("", "and more", (F1,))),
     (PYTHONIC, "[1, 2]", content("[1, 2]")),
-    (PYTHONIC, f"[f(a={'[' * 5000}", content(f"[f(a={'[' * 5000}")),
-    (PYTHONIC, f"[f(a={'[' * 80}{']' * 80})]", content(f"[f(a={'[' * 80}{']' * 80})]")),
-    (PYTHONIC, "[f(a=1, a=2)]", content("[f(a=1, a=2)]")),
-    (PYTHONIC, "[f(a=1e999)]", content("[f(a=1e999)]")),
-    (PYTHONIC, f"[f(a={'9' * 5000})]", content(f"[f(a={'9' * 5000})]")),
+    (PYTHONIC, f"[f(a={'[' * 5000}", Parts("", "[" * 4936, (ToolCall("f", '{"a": ' + "[" * 64),))),
+    (PYTHONIC, f"[f(a={'[' * 80}{']' * 80})]", 
+     Parts("", f"{'[' * 16}{']' * 80})]", (ToolCall("f", '{"a": ' + "[" * 64),))),
+    (PYTHONIC, "[f(a=1, a=2)]", Parts("", "a=2)]", (ToolCall("f", '{"a": 1'),))),
+    (PYTHONIC, "[f(a=1e999)]", Parts("", "1e999)]", (ToolCall("f", '{"a": '),))),
+    (PYTHONIC, f"[f(a={'9' * 5000})]", Parts("", f"{'9' * 5000})]", (ToolCall("f", '{"a": '),))),
 ]  # fmt: skip
 """(format, answer, its parts for a request with the tools in NAMES)"""

@@ -118,9 +118,9 @@ OWN = {
     "null is printed": (NULL_IS_PRINTED, HERMES),
     "plain": (PLAIN, GENERIC),
     "strict": (STRICT, GENERIC),
-    "llama32": ((TEMPLATES / "llama32.jinja").read_text(), BARE),
-    "qwen25": ((TEMPLATES / "qwen25.jinja").read_text(), HERMES),
-    "gemma3": ((TEMPLATES / "gemma3.jinja").read_text(), GENERIC),
+    "llama32": ((TEMPLATES / "llama32.jinja").read_text(encoding="utf-8"), BARE),
+    "qwen25": ((TEMPLATES / "qwen25.jinja").read_text(encoding="utf-8"), HERMES),
+    "gemma3": ((TEMPLATES / "gemma3.jinja").read_text(encoding="utf-8"), GENERIC),
 }
 
 

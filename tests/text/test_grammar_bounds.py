@@ -10,7 +10,7 @@ import pytest
 from infer.errors import RequestError
 from infer.text.grammars.compiler import Vocabulary
 from infer.text.grammars.grammar_bounds import problem_of_bounds
-from infer.text.grammars.grammar_checker import GrammarChecker
+from infer.text.untrusted.grammar_checker import GrammarChecker
 from infer.types.grammar import Grammar
 from tests.support.doubles import small_tokenizer
 
@@ -24,7 +24,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"exclusiveMinimum": LARGE - 1, "maximum": 2 * LARGE}, "exclusiveMinimum must be below"),
     ({"allOf": [{"minimum": -LARGE}, {"maximum": -LARGE}]}, "maximum must be above"),
 ]
+MULTIPLE = {"multipleOf": 99991}
+TOO_MANY: list[tuple[dict[str, Any], str]] = [
+    ({"multipleOf": 999983}, "multipleOf 999983 needs an automaton of 999,983 remainders"),
+    ({"multipleOf": 9999830}, "multipleOf 9999830 needs"),
+    ({"multipleOf": 999.983}, "multipleOf 999.983 needs"),
+    ({"multipleOf": 2**62 - 1}, "multipleOf 4611686018427387903 needs"),
+    ({"anyOf": [MULTIPLE, {"multipleOf": 99989}]}, "multipleOf of one value needs"),
+    ({**MULTIPLE, "allOf": [{"oneOf": [{"multipleOf": 11}]}]}, "multipleOf of one value needs"),
+    ({"$ref": "#/$defs/a", "multipleOf": 11, "$defs": {"a": MULTIPLE}}, "multipleOf of one value"),
+]
+"""automata that take seconds to make"""
 ACCEPTED: list[dict[str, Any]] = [
+    {"multipleOf": 399989},
+    {"multipleOf": 2**20},
+    {"multipleOf": 10**12},
+    {"multipleOf": 0.000001},
+    {"multipleOf": 0.999983},
+    {"multipleOf": "x"},
+    {"multipleOf": {"multipleOf": True}},
+    {"multipleOf": 1e999},
+    {"properties": {"a": MULTIPLE, "b": {"multipleOf": 99989}, "multipleOf": MULTIPLE}},
+    {"anyOf": [{"multipleOf": 100}, {"multipleOf": 60}, {"multipleOf": 7}]},
+    {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"multipleOf": 3}]}}, "$ref": "#/$defs/a"},
     {"minimum": 0, "maximum": 2 * LARGE},
     {"minimum": -1e18, "maximum": 1e18},
     {"minimum": 2**62, "exclusiveMaximum": LARGE},
@@ -34,9 +56,10 @@ ACCEPTED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "words"), REFUSED)
+@pytest.mark.parametrize(("schema", "words"), REFUSED + TOO_MANY)
 def test_bounds_beyond_64_bits(schema: dict[str, Any], words: str) -> None:
-    for whole in (schema, {"properties": {"a": {"items": [schema]}}}):
+    definitions = {"$defs": schema.get("$defs", {})}
+    for whole in (schema, {"properties": {"a": {"items": [schema]}}, **definitions}):
         text = json.dumps(whole | {"type": "integer"})
         assert problem_of_bounds(Grammar.json(text)).startswith(words)
         assert problem_of_bounds(Grammar.grammar(f"start: %json {text}")).startswith(words)
@@ -58,9 +81,9 @@ def test_they_do_not_end_the_checker() -> None:
     checker = GrammarChecker(lambda: Vocabulary.of(tokenizer, tokenizer.vocab_size))
     try:
         checker.check(Grammar.choice(["a"]))
-        for schema, words in REFUSED:
+        for schema, words in REFUSED + TOO_MANY:
             with pytest.raises(RequestError, match=words):
                 checker.check(Grammar.json({"type": "integer"} | schema))
-        assert checker.num_deaths == 0
+        assert checker.workers.num_deaths == 0
     finally:
         checker.close()

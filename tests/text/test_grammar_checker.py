@@ -1,4 +1,4 @@
-"""Tests of the process that checks grammars: if it dies, only that grammar is refused."""
+"""Tests of the processes that check grammars: if one dies, only that grammar is refused."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from infer.errors import OverloadedError, RequestError
-from infer.text.grammars import grammar_checker
 from infer.text.grammars.compiler import Vocabulary
-from infer.text.grammars.grammar_checker import GrammarChecker
+from infer.text.untrusted import workers
+from infer.text.untrusted.grammar_checker import GrammarChecker
 from infer.types.grammar import Grammar
 from tests.support.doubles import small_tokenizer
 
@@ -39,7 +40,7 @@ def when_it_computes(pid: int, act: signal.Signals) -> threading.Thread:
     """Send a signal to the process as soon as it computes."""
 
     def ticks() -> int:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])
 
     def watch() -> None:
@@ -58,8 +59,7 @@ LONG = [Grammar.regex("a?" * 8000 + "a" * 1200 + "b" * i) for i in range(4)]
 
 def test_a_grammar_that_ends_it_is_refused_and_the_next_one_is_not(checker: GrammarChecker) -> None:
     checker.check(GOOD)
-    first = checker.pid
-    assert first is not None
+    [first] = checker.workers.pids
     watch = when_it_computes(first, signal.SIGXCPU)
     with pytest.raises(RequestError, match="cannot be compiled in 3 s") as caught:
         checker.check(LONG[0])
@@ -67,17 +67,17 @@ def test_a_grammar_that_ends_it_is_refused_and_the_next_one_is_not(checker: Gram
     assert (caught.value.status, caught.value.param) == (400, "grammar")
     assert not is_there(first)
     checker.check(Grammar.choice(["c"]))
-    assert checker.pid != first
-    assert checker.num_deaths == 1
+    assert first not in checker.workers.pids
+    assert checker.workers.num_deaths == 1
 
 
 def test_a_kill_from_outside_is_not_the_grammars_fault(checker: GrammarChecker) -> None:
     checker.check(GOOD)
-    assert checker.pid is not None
-    os.kill(checker.pid, signal.SIGKILL)
+    [pid] = checker.workers.pids
+    os.kill(pid, signal.SIGKILL)
     time.sleep(0.1)
     checker.check(Grammar.choice(["c"]))
-    assert checker.num_deaths == 1
+    assert checker.workers.num_deaths == 1
 
 
 def test_memory_is_limited(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +85,8 @@ def test_memory_is_limited(checker: GrammarChecker, monkeypatch: pytest.MonkeyPa
     checker.check(GOOD)
     import resource
 
-    assert checker.pid is not None
-    resource.prlimit(checker.pid, resource.RLIMIT_AS, (50 << 20, 50 << 20))
+    [pid] = checker.workers.pids
+    resource.prlimit(pid, resource.RLIMIT_AS, (50 << 20, 50 << 20))
     with pytest.raises(RequestError):
         checker.check(LONG[1])
     checker.check(Grammar.choice(["c"]))
@@ -96,11 +96,11 @@ def test_what_takes_too_long_is_refused(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checker.check(GOOD)
-    monkeypatch.setattr(grammar_checker, "DEADLINE_S", 0.01)
-    pid = checker.pid
+    make_job = partial(checker.workers.job, deadline_s=0.01)
+    monkeypatch.setattr(checker.workers, "job", make_job)
+    [pid] = checker.workers.pids
     with pytest.raises(RequestError, match="cannot be compiled in"):
         checker.check(LONG[2])
-    assert pid is not None
     assert not is_there(pid)
     monkeypatch.undo()
     checker.check(Grammar.choice(["c"]))
@@ -115,20 +115,20 @@ def test_a_checker_that_cannot_begin_says_so(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_was_accepted_is_not_tried_again(checker: GrammarChecker) -> None:
     size = checker.check(GOOD)
-    assert checker.pid is not None
-    os.kill(checker.pid, signal.SIGKILL)
+    [pid] = checker.workers.pids
+    os.kill(pid, signal.SIGKILL)
     assert checker.check(GOOD) == size
-    assert checker.num_deaths == 0
+    assert checker.workers.num_deaths == 0
 
 
 def test_it_ends_with_its_owner(checker: GrammarChecker) -> None:
     checker.warm()
-    pid = checker.pid
-    assert pid is not None
+    pids = checker.workers.pids
+    assert len(pids) == workers.NUM_WORKERS
     checker.check(GOOD)
-    assert checker.pid == pid
+    assert checker.workers.pids == pids
     checker.close()
-    assert not is_there(pid)
+    assert not any(map(is_there, pids))
     with pytest.raises(OverloadedError):
         checker.check(Grammar.choice(["d"]))
 
@@ -143,7 +143,7 @@ OVERTAKEN = """
 import atexit, time
 atexit.register(time.sleep, 0.4)  # runs last: after the pipes have been closed
 from infer.text.grammars.compiler import Vocabulary
-from infer.text.grammars.grammar_checker import GrammarChecker
+from infer.text.untrusted.grammar_checker import GrammarChecker
 GrammarChecker(lambda: time.sleep(0.2) or Vocabulary("", 0, (), 0)).warm()
 """
 

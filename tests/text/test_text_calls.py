@@ -21,13 +21,16 @@ from infer.text.tools.formats import (
     DEEPSEEK,
     FORMATS,
     FUNCTIONARY_32,
+    GEMMA,
     HERMES,
     MISTRAL,
+    PYTHONIC,
     THOUGHTS,
     ToolFormat,
     format_named,
     format_that_reads,
 )
+from tests.support.cases import timed
 from tests.support.tool_answers import (
     BROKEN,
     CASES,
@@ -132,13 +135,15 @@ def test_what_is_certain_is_given_at_once() -> None:
     assert parser.push("ld \n").content == "ld"  # white space may precede a call
     assert parser.push("<tool_").content == ""
     assert parser.push("box>").content == " \n<tool_box>"
-    found = [parser.push(char).calls for char in HERMES_ONE]
-    assert [bool(one) for one in found] == [False] * (len(HERMES_ONE) - 1) + [True]
     parser = AnswerParser(MISTRAL, thinks=False)
-    text = '[TOOL_CALLS]f[ARGS]{"a": 1}'
-    assert [bool(parser.push(char).calls) for char in text] == [False] * (len(text) - 1) + [True]
+    assert parser.push("[TOOL_CALLS]f[ARGS]{ ") == Parts()
+    assert parser.push('"') == Parts("", "", (ToolCall("f", '{ "'),))
+    assert parser.push("a") == Parts(more="a")
+    assert parser.push('": 1}[TOOL_') == Parts(more='": 1}')
+    assert parser.push("CALLS]g[ARGS]{}", end=True) == Parts("", "", (call("g"),))
 
 
+@timed(20)
 @pytest.mark.parametrize(
     ("way", "begin", "unit"),
     [
@@ -153,17 +158,32 @@ def test_what_is_certain_is_given_at_once() -> None:
         (BARE, "[", "f(a="),
         (BARE, "```tool_code\n", "print("),
         (FUNCTIONARY_32, "", ">>>f\n"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "', 'a"\\\\'),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', " "),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}', "}"),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {}}', ONE),
+        (PYTHONIC, "[f(a='", "x\\n"),
+        (PYTHONIC, '[f(a="""', '""x'),
+        (PYTHONIC, "[f(a=[1", "1"),
+        (PYTHONIC, "[f(a=[1", ", 1"),
+        (PYTHONIC, "[f(a=1", " "),
+        (PYTHONIC, "[f()", ", g()"),
+        (PYTHONIC, "[f(a=1, b", "b"),
+        (GEMMA, "<start_function_call>call:f{a:<escape>", "a<b"),
+        (GEMMA, "<start_function_call>call:f{a:1,b", "b"),
+        (GEMMA, "<start_function_call>call:f{a:1,b", " "),
+        (GEMMA, '<start_function_call>call:f{a:"', "b"),
     ],
 )  # fmt: skip
 def test_long_answers_are_not_read_again_with_each_piece(
-    way: ToolFormat, begin: str, unit: str
+    way: ToolFormat, begin: str, unit: str, most_s: float
 ) -> None:
     """Scanning 256,000 characters again with each of 16,000 pieces would take minutes."""
     text = begin + unit * (256_000 // len(unit))
     started_s = time.perf_counter()
     told_apart([text[at : at + 16] for at in range(0, len(text), 16)], way, names=NAMES)
     told_apart([text], way, names=NAMES)
-    assert time.perf_counter() - started_s < 20
+    assert time.perf_counter() - started_s < most_s
 
 
 def test_mistral_thinks_in_other_marks() -> None:

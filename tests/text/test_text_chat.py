@@ -303,9 +303,11 @@ def test_text_full_of_beginnings_is_marked_in_time(
 
 def test_template_files_win_over_the_configuration(tmp_path: Path) -> None:
     save(tmp_path, byte_level(), "from config")
-    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))
+    (tmp_path / "chat_template.json").write_text(
+        json.dumps({"chat_template": "from json"}), encoding="utf-8"
+    )
     assert Tokenizer.from_folder(tmp_path).apply_chat_template(CHATS["one"])[0] == "from json"
-    (tmp_path / "chat_template.jinja").write_text(LLAMA_TEMPLATE)
+    (tmp_path / "chat_template.jinja").write_text(LLAMA_TEMPLATE, encoding="utf-8")
     compare(load_pair("byte_level", tmp_path), CHATS["turns"])
 
 
@@ -319,9 +321,11 @@ def test_template_for_tools(tmp_path: Path, where: str) -> None:
         save(tmp_path, byte_level(), chat_template=named)
     else:
         save(tmp_path, byte_level())
-        (tmp_path / "chat_template.jinja").write_text(LLAMA_TEMPLATE)
+        (tmp_path / "chat_template.jinja").write_text(LLAMA_TEMPLATE, encoding="utf-8")
         (tmp_path / "additional_chat_templates").mkdir()
-        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(CHATML_TEMPLATE)
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(
+            CHATML_TEMPLATE, encoding="utf-8"
+        )
     pair = load_pair("byte_level", tmp_path)
     compare(pair, CHATS["one"])
     compare(pair, CHATS["one"], tools=TOOLS)
@@ -360,12 +364,12 @@ def _look_alikes(literal: str) -> list[str]:
 
 
 def test_what_a_normaliser_makes_of_text_is_no_control_token(tmp_path: Path) -> None:
-    raw = json.loads((SHIPPED_FOLDER / "tokenizer.json").read_text())
+    raw = json.loads((SHIPPED_FOLDER / "tokenizer.json").read_text(encoding="utf-8"))
     zero_width = {"type": "Replace", "pattern": {"String": "\u200b"}, "content": ""}
     raw["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, zero_width]}
     for token in raw["added_tokens"]:
         token["normalized"] = True
-    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw), encoding="utf-8")
     for name in ("tokenizer_config.json", "generation_config.json"):
         (tmp_path / name).write_bytes((SHIPPED_FOLDER / name).read_bytes())
     tokenizer = Tokenizer.from_folder(tmp_path)

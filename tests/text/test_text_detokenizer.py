@@ -144,9 +144,9 @@ def test_every_token_alone_and_all_in_a_row(pair: Pair, skip: bool) -> None:
 @pytest.mark.parametrize("build", [byte_level, gemma_like])
 def test_ids_without_a_token_have_no_text(tmp_path: Path, build: Any) -> None:
     save(tmp_path, build())
-    data = json.loads((tmp_path / "tokenizer.json").read_text())
+    data = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
     data["model"]["vocab"]["faraway"] = 900
-    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
     check(Tokenizer.from_folder(tmp_path), [900, 899, 900], True)
 
 

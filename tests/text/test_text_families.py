@@ -113,7 +113,7 @@ def test_no_chat_without_a_template(pairs: dict[str, Pair], name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_the_files_name(pairs: dict[str, Pair], name: str) -> None:
     pair = pairs[name]
-    config = json.loads((pair.folder / "tokenizer_config.json").read_text())
+    config = json.loads((pair.folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert pair.ours.tokenizer_class == config["tokenizer_class"]
     told = {key: value for key, value in pair.theirs.special_tokens_map.items() if key in config}
     named = dict(pair.ours.named_tokens)

@@ -6,12 +6,13 @@ template may refuse it, and each call and each result must be in the prompt.
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
 import pytest
 
-from infer.errors import LoadError
+from infer.errors import LoadError, RequestError
 from infer.text.answer_parser import parser_for
 from infer.text.chat_template import ChatTemplate
 from infer.text.tools.call import ToolCall
@@ -89,3 +90,34 @@ def test_no_published_template_refuses_a_tool_loop() -> None:
     assert not failed
     assert num_writing > 90
     assert num_loops > 600
+
+
+def test_all_system_messages_at_the_beginning_are_in_the_prompt() -> None:
+    """Of each template that renders one: two and three, of both roles, with tools and without."""
+    rules = ("Rule of kindness.", "Rule of brevity.", "Rule of clarity.")
+    roles = (("system",), ("system",) * 2, ("system", "developer"), ("developer",) * 3)
+    num_several = num_chats = 0
+    failed = []
+    for name in templates():
+        try:
+            shown = template(name)
+        except LoadError:
+            continue
+        num_several += shown.abilities.takes_several_systems
+        chats = itertools.product(roles if shown.abilities.takes_system else (), (None, WEATHER))
+        for each, tools in chats:
+            messages = [{"role": r, "content": t} for r, t in zip(each, rules, strict=False)]
+            num_chats += 1
+            try:
+                text = shown.render([*messages, QUESTION], tools=tools)
+            except RequestError as error:
+                text = str(error)
+            shown_rules = sorted(rules[: len(each)], key=text.find)
+            if shown_rules != list(rules[: len(each)]) or any(
+                text.count(r) != 1 for r in shown_rules
+            ):
+                failed.append((name, each, tools is not None, text[:200]))
+    print(f"{num_several} templates take several, {num_chats} chats")
+    assert not failed
+    assert num_several > 90
+    assert num_chats > 1100

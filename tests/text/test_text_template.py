@@ -100,14 +100,18 @@ def test_what_fails_while_rendering_is_the_callers_error(source: str, told: str)
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        ("{% for i in range(10**6) %}{% endfor %}", "loops more than"),
-        ("{{ 'a' * 10**9 }}", "too much work"),
-        ("{{ [1] * 10**9 }}", "too much work"),
-        ("{{ 10 ** 10 ** 10 }}", "too large"),
-        ("{% for i in range(9000) %}{{ 'a' * 9000 }}{% endfor %}", "too much work"),
+        ("{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}", "1 s"),
+        ("{{ 'a' * 10**9 }}", "too much memory"),
+        ("{{ [1] * 10**9 }}", "too much memory"),
+        ("{% set n = 10 ** 10 %}{{ 10 ** n }}", "1 s of CPU time"),
+        ("{% for i in range(9000) %}{{ 'a' * 9000 }}{% endfor %}", "longer than"),
     ],
 )
-def test_work_without_end_is_refused_at_load_and_in_a_request(source: str, told: str) -> None:
+def test_work_without_end_is_refused_at_load_and_in_a_request(
+    source: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "MAX_COMPILE_S", 1)
+    monkeypatch.setattr(chat_template, "MAX_RENDER_S", 1)
     with pytest.raises(LoadError, match=told):
         ChatTemplate(source, {})
     later = "{% if messages[0].content == 'go' %}" + source + "{% endif %}"
@@ -182,7 +186,7 @@ def test_continue_needs_text_that_the_template_writes() -> None:
     with pytest.raises(RequestError, match="leaves out the last message"):
         render("nothing", **options)
     with pytest.raises(RequestError, match="with text to continue"):
-        render("x", [{"role": "assistant", "tool_calls": []}], **options)
+        render("x", [{"role": "user"}], **options)
 
 
 @pytest.mark.parametrize(

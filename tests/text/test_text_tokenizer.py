@@ -201,7 +201,7 @@ def test_names_from_special_tokens_map(tmp_path: Path) -> None:
     save(tmp_path, byte_level())
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "special_tokens_map.json").write_text(
-        json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"})
+        json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"}), encoding="utf-8"
     )
     ours = Tokenizer.from_folder(tmp_path)
     assert (ours.bos_token_id, ours.eos_token_ids) == (0, (1,))
@@ -209,8 +209,8 @@ def test_names_from_special_tokens_map(tmp_path: Path) -> None:
 
 def test_eos_ids_are_the_union_in_order(tmp_path: Path) -> None:
     save(tmp_path, byte_level())
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 1]}')
-    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 1}}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 1]}', encoding="utf-8")
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 1}}', encoding="utf-8")
     assert Tokenizer.from_folder(tmp_path).eos_token_ids == (5, 1, 4)
 
 
@@ -219,7 +219,9 @@ def test_eos_that_is_not_flagged_special_is_a_control_token_all_the_same(tmp_pat
     end = tokenizer.token_to_id("<tool_call>")
     save(tmp_path, tokenizer)
     assert end in Tokenizer.from_folder(tmp_path).encode("<tool_call>")
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": end}), encoding="utf-8"
+    )
     assert end not in Tokenizer.from_folder(tmp_path).encode("<tool_call>")
 
 
@@ -241,9 +243,9 @@ def test_token_text_and_bytes(pair: Pair) -> None:
 
 def test_gaps_in_the_ids(tmp_path: Path) -> None:
     save(tmp_path, llama2_like())
-    data = json.loads((tmp_path / "tokenizer.json").read_text())
+    data = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
     data["model"]["vocab"]["faraway"] = 900
-    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
     ours = Tokenizer.from_folder(tmp_path)
     assert ours.vocab_size == 901
     assert ours.token_text(899) == ""
@@ -298,10 +300,11 @@ def test_slow_tokenizer_only(tmp_path: Path) -> None:
 
 def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": 5, "chat_template": 7, "added_tokens_decoder": {"x": {}}})
+        json.dumps({"bos_token": 5, "chat_template": 7, "added_tokens_decoder": {"x": {}}}),
+        encoding="utf-8",
     )
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    (tmp_path / "config.json").write_text("{not json")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}', encoding="utf-8")
+    (tmp_path / "config.json").write_text("{not json", encoding="utf-8")
     with pytest.raises(LoadError) as caught:
         Tokenizer.from_folder(tmp_path)
     message = str(caught.value)
@@ -317,7 +320,7 @@ def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
 
 
 def test_unusable_tokenizer_json(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Nonsense"}}')
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Nonsense"}}', encoding="utf-8")
     with pytest.raises(LoadError, match=r"tokenizer\.json cannot be used with tokenizers"):
         Tokenizer.from_folder(tmp_path)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from infer.attention.layout import BatchLayout
 from infer.kernels import loader
 from infer.kernels.layer_stack import LayerStack
-from infer.kernels.rotary import QKRotation
+from infer.kernels.rotary import Angles, QKRotation
 
 MAX_HEAD_DIM = 256
 """Maximum size of a head that the kernel supports."""
@@ -114,9 +114,9 @@ class NativeBackend:
         )
         return out
 
-    def through(self, stack: LayerStack, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def through(self, stack: LayerStack, x: Tensor, angles: Sequence[Angles | None]) -> Tensor:
         """Compute all layers of a stack in one call; see `AttendsThrough`."""
-        return stack(self._handle, self._table, x, cos, sin)
+        return stack(self._handle, self._table, x, angles)
 
     def _rows(self, x: Tensor) -> Tensor:
         # The kernel takes any stride between tokens, so a slice of a fused projection needs no

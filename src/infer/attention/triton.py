@@ -310,7 +310,7 @@ class TritonBackend:
         """
         keys, values = self._caches[layer]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if self._decodes and turn is not None:
+        if self._decodes and turn is not None and turn.cos is not None:
             self._decode(layer, q, k, v, turn, out)
             return out
         self._write(q, k, v, turn, keys, values)
@@ -329,24 +329,25 @@ class TritonBackend:
         heads = 8 if half >= 32 else 16
         cos = sin = q_norm = k_norm = q
         eps = 0.0
-        has_norms = False
-        if turn is not None:
+        turns = turn is not None and turn.cos is not None
+        has_norms = turn is not None and turn.norms is not None
+        if turn is not None and turn.cos is not None and turn.sin is not None:
             cos, sin = turn.cos, turn.sin
-            if turn.norms is not None:
-                has_norms = True
-                (q_norm, k_norm), eps = turn.norms.weights, turn.norms.q.eps
+        if turn is not None and turn.norms is not None:
+            (q_norm, k_norm), eps = turn.norms.weights, turn.norms.q.eps
         blocks = triton.cdiv(self.num_heads + 2 * self.num_kv_heads, heads)
         launch(turn_and_write, (q.shape[0], blocks))(
             q, k, v, keys, values, self._slots, cos, sin, q_norm, k_norm,
             q.stride(0), k.stride(0), v.stride(0), cos.stride(0), eps,
             H=self.num_heads, G=self.num_kv_heads, D=self.head_dim,
-            HALF=triton.next_power_of_2(half), HEADS=heads, TURN=turn is not None,
+            HALF=triton.next_power_of_2(half), HEADS=heads, TURN=turns,
             NORMS=has_norms, PDL=self._pdl, num_warps=2, launch_pdl=self._pdl,
         )  # fmt: skip
 
     def _decode(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation, out: Tensor
     ) -> None:
+        assert turn.cos is not None
         keys, values = self._caches[layer]
         window = self.windows[self._window_of[layer]]
         items, num_items, _, _ = self._lists[self._window_of[layer]]

@@ -8,15 +8,18 @@ median throughput, and every run with a timeline of every request.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+from msgspec import Meta
+
 from infer.bench import results
 from infer.bench.drive import Drive, Target
 from infer.bench.workloads import WORKLOADS, Draw, Planned, resolve_options
-from infer.config import NonNegativeInt, PositiveInt, at_least, check_fields, option
+from infer.config import MAX_SEED, PositiveInt, at_least, check_fields, option
 from infer.errors import ConfigError
 from infer.types.stats_summary import ServingStats
 
@@ -24,6 +27,13 @@ OF_WORKLOAD = (
     *("num_requests", "num_turns", "input_len", "output_len", "rate", "arrivals", "trace_file"),
 )
 """The options that only some workloads have."""
+MAX_PROMPT_TOKENS = 100_000_000
+"""maximum of the tokens of all prompts together, which are made before the measurement"""
+MAX_REQUESTS = 1_000_000
+Number = Annotated[int, Meta(ge=1, le=MAX_REQUESTS)]
+Tokens = Annotated[int, Meta(ge=1, le=10_000_000)]
+Milliseconds = Annotated[float, at_least(0)]
+_SIZES = ("num_requests", "num_turns", "input_len")
 _WARMUP_TOKENS = 16
 
 
@@ -32,28 +42,36 @@ class BenchOptions:
     """The options of a measurement. The constructor raises `ConfigError`."""
 
     workload: str = option("single", "Name of the workload; `infer bench --help` lists them.")
-    num_requests: int | None = option(None, "Requests (multi_turn: conversations).")
-    num_turns: int | None = option(None, "Turns of a conversation.")
-    input_len: int | None = option(None, "Tokens of a prompt.")
-    output_len: int | None = option(None, "Tokens of an answer (long_tail: their mean).")
-    rate: float | None = option(None, "Open loop: requests a second.")
+    num_requests: Number | None = option(None, "Requests (multi_turn: conversations).")
+    num_turns: Number | None = option(None, "Turns of a conversation.")
+    input_len: Tokens | None = option(None, "Tokens of a prompt.")
+    output_len: Tokens | None = option(None, "Tokens of an answer (long_tail: their mean).")
+    rate: Annotated[float, at_least(1e-6)] | None = option(None, "Open loop: requests a second.")
     arrivals: str | None = option(None, "With a rate: fixed or poisson.")
     trace_file: str | None = option(None, "The file of the workload trace.")
     concurrency: PositiveInt | None = option(None, "Closed loop: requests in flight, at most.")
-    seed: int = option(0, "Equal seeds make equal requests.")
-    warmup: NonNegativeInt = option(2, "Short requests before the first run, not measured.")
-    repeat: PositiveInt = option(1, "Runs; the one with the median throughput is shown.")
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] = option(0, "Equal seeds make equal requests.")
+    warmup: Annotated[int, Meta(ge=0, le=MAX_REQUESTS)] = option(
+        2, "Short requests before the first run, not measured."
+    )
+    repeat: Number = option(1, "Runs; the one with the median throughput is shown.")
     ignore_eos: bool = option(True, "Answers are as long as asked.")
     timeout_s: Annotated[float, at_least(0)] = option(
         600.0, "A request that takes longer is an error."
     )
-    slo_ttft_ms: float | None = option(None, "Goodput: time to first token, at most.")
-    slo_itl_ms: float | None = option(None, "Goodput: mean inter-token latency, at most.")
+    slo_ttft_ms: Milliseconds | None = option(None, "Goodput: time to first token, at most.")
+    slo_itl_ms: Milliseconds | None = option(None, "Goodput: mean inter-token latency, at most.")
     label: str | None = option(None, "What reports call this.")
     json: str | None = option(None, "File for the result with the timeline of every request.")
 
     def __post_init__(self) -> None:
         check_fields(self)
+        sizes = self.workload_options
+        num_tokens = math.prod(sizes.get(name) or 1 for name in _SIZES)
+        if num_tokens > MAX_PROMPT_TOKENS:
+            raise ConfigError(
+                "num_requests", f"prompts of {num_tokens:,} tokens; at most {MAX_PROMPT_TOKENS:,}"
+            )
         planned = self.plan(0, vocab_size=2)  # refuses what it has to
         if self.concurrency is not None and any(each.arrival_s for each in planned):
             message = f"a closed loop has no arrival times, but {self.workload!r} has here"

@@ -18,6 +18,7 @@ from typing import Any
 from infer.bench.drive import Record
 from infer.bench.results import FORMAT
 from infer.errors import ConfigError
+from infer.extras import to_install
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 """The palette of Okabe and Ito, which colour-blind readers can tell apart."""
@@ -74,7 +75,7 @@ def write_report(files: Sequence[Path], folder: Path) -> list[Path]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        message = "the plots need matplotlib: pip install 'infer[bench]'"
+        message = f"the plots need matplotlib: {to_install('bench')}"
         raise ConfigError("report", message) from None
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -89,7 +90,7 @@ def write_report(files: Sequence[Path], folder: Path) -> list[Path]:
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1])
     written.append(folder / "report.md")
-    written[-1].write_text(_page(results, list(plots)))
+    written[-1].write_text(_page(results, list(plots)), encoding="utf-8")
     return written
 
 
@@ -97,7 +98,7 @@ def _read(files: Sequence[Path]) -> list[Result]:
     results: list[Result] = []
     for file in files:
         try:
-            document = json.loads(file.read_text())
+            document = json.loads(file.read_text(encoding="utf-8-sig"))
             rows = document["runs"][document["median_run"]]["requests"]
             label = str(document["label"])
             if document["format"] != FORMAT:

@@ -167,7 +167,7 @@ def environment() -> dict[str, Any]:
         versions["torch"] = metadata.version("torch")
     name = platform.processor()
     with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if "model name" in line)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine = {"cpu": name, "logical_cpus": cores, "platform": platform.platform()}

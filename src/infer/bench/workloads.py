@@ -228,8 +228,8 @@ class _TraceRow(msgspec.Struct):
 def trace(draw: Draw, *, trace_file: str) -> list[Planned]:
     """a JSONL file: {"arrival_s": …, "prompt_len": … or "prompt": …, "output_len": …}"""
     try:
-        lines = Path(trace_file).read_text().splitlines()
-    except OSError as error:
+        lines = Path(trace_file).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("trace_file", f"cannot be read: {error}") from None
     plan = []
     for number, line in enumerate(lines, 1):

@@ -106,17 +106,14 @@ class CellModel:
             message = f"'native' is not possible: {reason}; use 'auto'"
             raise ConfigError("attention_backend", message)
         kind = SDPABackend if wanted == "sdpa" or reason else NativeBackend
-        return kind(
-            storage.keys,
-            storage.values,
-            num_heads=config.num_heads,
-            scale=config.attention_scale,
-            windows=windows,
-        )
+        arguments = config.attention()
+        arguments["windows"] = list(windows)
+        return kind(storage.keys, storage.values, **arguments)
 
 
 def load_model(model: str | None = None, **settings: Any) -> CellModel:
-    """Load a checkpoint for contexts: a folder, GGUF file or hub id; None: the one that ships.
+    """Load a checkpoint for contexts: a folder, GGUF file, package:NAME or hub id; None: the one
+    that ships.
 
     `settings`: those of `SETTINGS`, as in `EngineConfig`. Raises `LoadError` for a checkpoint that
     cannot be read, `ConfigError` for a setting that is not possible.
@@ -146,6 +143,7 @@ def load_model(model: str | None = None, **settings: Any) -> CellModel:
         digest.update(sample.float().numpy().tobytes())
 
     with reading(f"the weights of {checkpoint.name}"):
+        checkpoint.verify()
         blocks = chosen_blocks(config, checkpoint, device)
         source = checkpoint.source(dtype, device)
         source = source.with_layers(config.weight_format, blocks=blocks.read if blocks else None)

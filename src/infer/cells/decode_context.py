@@ -9,6 +9,7 @@ The forward pass, the storage and the attention are the engine's.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
 from enum import IntEnum
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from infer.cells.batch import Batch, BatchLimits, CheckedBatch, check_batch
-from infer.cells.cell_attention import CellAttention, KeyRotation, stopping_at
+from infer.cells.cell_attention import CellAttention, KeyRotation, rotation_problem, stopping_at
 from infer.cells.cell_model import CellModel, check_memory
 from infer.cells.cell_table import CellRecord, CellStatus, CellTable
 from infer.cells.state_file import SavedCells, StateHeader, read_state, write_state
@@ -267,8 +268,9 @@ class Context:
 
         The keys are rotated to their new positions before the next decode. A cell has one position,
         so a shared cell moves in all sequences that hold it. A cell whose position would be below 0
-        is freed. Raises `RequestError` if a position would exceed the model's, and for a model with
-        learned positions, which are part of the stored keys and values.
+        is freed. Raises `RequestError` if a position would exceed the model's, and for a model
+        whose stored keys cannot be moved: one with learned positions, which are part of the stored
+        keys and values, or with a rotation of its own.
         """
         self._check_seqs(seq=seq)
         if self.model.has_learned_positions:
@@ -278,9 +280,20 @@ class Context:
                 " its tokens again",
                 param="delta",
             )
+        if self._rotation_problem is not None:
+            raise RequestError(
+                f"stored keys of {self.model.name} cannot be moved: {self._rotation_problem};"
+                " remove the range (seq_rm) and decode its tokens again",
+                param="delta",
+            )
         return self.cells.add(
             seq, *_range(p0, p1), _number("delta", delta), self.limits.max_seq_len
         )
+
+    @functools.cached_property
+    def _rotation_problem(self) -> str | None:
+        """Why this model's keys cannot be rotated; computed when positions change first."""
+        return rotation_problem(self.model.model, self.model.max_seq_len)
 
     def seq_pos_min(self, seq: int) -> int:
         """Smallest position of a sequence; -1 if it has no cells."""

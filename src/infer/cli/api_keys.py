@@ -13,6 +13,7 @@ from rich.table import Table
 
 from infer.cli.options import ListedOptions, with_options
 from infer.cli.plain import plain
+from infer.readable_text import readable
 from infer.server.tenancy.keys import KeyLimits, Keys
 
 app = typer.Typer(
@@ -26,7 +27,7 @@ DEFAULT = Path("keys.json")
 
 def _create(name: Name, file: File = DEFAULT, *, limits: dict[str, Any]) -> None:
     """Make a key and print it. The key itself is not stored and cannot be shown again."""
-    print(Keys(file, must_exist=False).create(name, KeyLimits(**limits)))
+    print(Keys(file, must_exist=False).create(readable(name), KeyLimits(**limits)))
 
 
 app.command("create", cls=ListedOptions)(with_options(KeyLimits, "limits", "Limits")(_create))
@@ -47,7 +48,7 @@ def list_keys(file: File = DEFAULT) -> None:
 @app.command()
 def revoke(name: Name, file: File = DEFAULT) -> None:
     """Remove a key. It is refused from now on, and its running requests are ended."""
-    Keys(file).revoke(name)
+    Keys(file).revoke(readable(name))
 
 
 @app.command()

@@ -45,7 +45,10 @@ _HEADINGS = {
 @_with_bench_options
 def offline(
     model: Annotated[
-        str | None, typer.Option(help="Folder, GGUF file or hub id; default: the one that ships.")
+        str | None,
+        typer.Option(
+            help="Folder, GGUF file, package:NAME or hub id; default: the one that ships."
+        ),
     ] = None,
     record: Annotated[
         Path | None, typer.Option(help="File for the engine's steps, which the page can play.")
@@ -89,7 +92,7 @@ def offline(
                 max_seq_len=llm.max_seq_len,
                 summary=document["summary"],
             )
-            record.write_text(json.dumps(recording) + "\n")
+            record.write_text(json.dumps(recording) + "\n", encoding="utf-8")
         return document
 
     _run(options, measured)
@@ -159,7 +162,7 @@ def _run(
         document = asyncio.run(measured(on_run=on_run, on_end=lambda: bar.advance(task)))
     _show(document, notes)
     if options.json:
-        Path(options.json).write_text(json.dumps(document) + "\n")
+        Path(options.json).write_text(json.dumps(document) + "\n", encoding="utf-8")
     runs = [{key: run[key] for key in run if key != "requests"} for run in document["runs"]]
     print(json.dumps({**document, "runs": runs}))
     if not document["summary"]["num_answered"]:
@@ -299,14 +302,15 @@ def gpu(
     )
     line = json.dumps(found)
     if json_file is not None:
-        json_file.write_text(line)
+        json_file.write_text(line, encoding="utf-8")
     print(line)
 
 
 @app.command()
 def machine(
     model: Annotated[
-        str | None, typer.Option(help="Folder, GGUF file or hub id; only its config is read.")
+        str | None,
+        typer.Option(help="Folder, GGUF file, package:NAME or hub id; only its config is read."),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="The dtype of the layers; auto = the checkpoint's.")

@@ -31,7 +31,9 @@ def write_yaml(
     pairs: Pairs = None,
     name: Annotated[str, typer.Option(help="Name of the application.")] = "infer",
     host: Annotated[str, typer.Option(help="Address at which Ray Serve listens.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port at which Ray Serve listens.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port at which Ray Serve listens.")
+    ] = 8000,
 ) -> None:
     """Print the file for `serve deploy`."""
     arguments = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,10 +16,14 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from infer.cli.options import ListedOptions, Model, with_engine_options
-from infer.cli.plain import plain
-from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
+from infer.cli.plain import plain, write_any_text
+from infer.config import DEFAULT_HOST, DEFAULT_PORT, MAX_REPLICAS, EngineConfig
 from infer.errors import InferError
+from infer.readable_text import readable
 from infer.version import VERSION
+
+if TYPE_CHECKING:
+    from infer.types import SamplingParams
 
 NO_WINDOWS = (
     "infer: does not run on Windows itself: the engine process needs sockets and signals that"
@@ -30,6 +34,17 @@ COMMANDS = (
     *("explain", "top", "models", "bench", "keys", "cluster"),
 )
 """The subcommands, in the order of `infer --help`."""
+GENERATE_MAX_TOKENS = 256
+"""The limit of `infer generate` where neither its reader nor the model says one."""
+Temperature = Annotated[
+    float | None, typer.Option(help="0 = greedy; default: the model's own, or 1.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample from the most probable tokens with this total; default: the model's own, or 1."
+    ),
+]
 _IN_MODULES = {
     "serve": "infer.cli.serving",
     "bench": "infer.cli.bench",
@@ -88,23 +103,27 @@ def generate(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
+            help="Folder of a checkpoint, GGUF file, package:NAME or hub id; default: the model"
+            " that ships."
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most probable tokens with this total.")
-    ] = 1.0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Most tokens to generate; default: {GENERATE_MAX_TOKENS}, or the model's own."
+        ),
+    ] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
     *,
     settings: dict[str, Any],
 ) -> None:
     """Continue a text and stream it to the terminal."""
     from infer.cli.terminal import run_generate
-    from infer.types import SamplingParams
 
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    run_generate(EngineConfig.from_kwargs(model=model, **settings), prompt, sampling)
+    sampling = _sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    config = EngineConfig.from_kwargs(model=model, **settings)
+    run_generate(config, readable(prompt), sampling, GENERATE_MAX_TOKENS)
 
 
 @app.command(cls=ListedOptions)
@@ -112,20 +131,28 @@ def generate(
 def chat(
     model: Model = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 = greedy.")] = 0.7,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most probable tokens with this total.")
-    ] = 0.95,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of an answer; default: no limit, or the model's own."),
+    ] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
     *,
     settings: dict[str, Any],
 ) -> None:
     """Talk to a model in the terminal; /reset starts over, /exit (or Ctrl+D) ends."""
     from infer.cli.terminal import run_chat
+
+    sampling = _sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+    run_chat(EngineConfig.from_kwargs(model=model, **settings), system, sampling)
+
+
+def _sampling(**chosen: float | None) -> SamplingParams:
+    """The sampling of which only the options that are given are chosen."""
     from infer.types import SamplingParams
 
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    run_chat(EngineConfig.from_kwargs(model=model, **settings), system, sampling)
+    given: dict[str, Any] = {name: it for name, it in chosen.items() if it is not None}
+    return SamplingParams(**given)
 
 
 @app.command(cls=ListedOptions)
@@ -137,7 +164,8 @@ def plan(
         float | None, typer.Option(help="Plan for this much free memory instead of the machine's.")
     ] = None,
     replicas: Annotated[
-        int, typer.Option(min=1, help="Engines between which the machine is divided.")
+        int,
+        typer.Option(min=1, max=MAX_REPLICAS, help="Engines between which the machine is divided."),
     ] = 1,
     *,
     settings: dict[str, Any],
@@ -210,12 +238,23 @@ def main(arguments: list[str] | None = None) -> None:
     if sys.platform == "win32":
         print(NO_WINDOWS, file=sys.stderr)
         sys.exit(2)
+    write_any_text()
     try:
         app(arguments, prog_name="infer")
     except InferError as error:
-        line = Text.assemble(("infer:", "bold red"), " ", plain(error))
-        Console(stderr=True).print(line, highlight=False, soft_wrap=True)
-        sys.exit(2)
+        _end_with(str(error))
+    except UnicodeError as error:  # what an argument becomes in such a locale is no text
+        encoding = sys.getfilesystemencoding()
+        _end_with(
+            f"{error}; the locale's encoding here is {encoding}: start it with LC_ALL=C.UTF-8, or"
+            " with PYTHONUTF8=1"
+        )
+
+
+def _end_with(message: str) -> None:
+    line = Text.assemble(("infer:", "bold red"), " ", plain(message))
+    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+    sys.exit(2)
 
 
 if __name__ == "__main__":

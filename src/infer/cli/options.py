@@ -22,7 +22,8 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 Model = Annotated[
     str | None,
     typer.Argument(
-        help="Folder of a checkpoint, GGUF file or hub id; default: the model that ships."
+        help="Folder of a checkpoint, GGUF file, package:NAME or hub id; default: the model that"
+        " ships."
     ),
 ]
 

@@ -7,11 +7,14 @@ direction of writing. All data that the command line prints goes through `visibl
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 
 from rich.console import Console
 from rich.text import Text
+
+from infer.readable_text import readable
 
 # Control characters except tab and line feed; direction marks and overrides; line separators.
 _HIDDEN = re.compile(
@@ -20,11 +23,11 @@ _HIDDEN = re.compile(
 
 
 def visible(text: str) -> str:
-    """The text with control characters written out: U+001B becomes `\\x1b`.
+    """The readable text with control characters written out: U+001B becomes `\\x1b`.
 
     Each character is replaced by itself, so a stream may be given in pieces.
     """
-    return _HIDDEN.sub(_written_out, text)
+    return _HIDDEN.sub(_written_out, readable(text))
 
 
 def _written_out(match: re.Match[str]) -> str:
@@ -41,6 +44,16 @@ def write(text: str) -> None:
     """Write to stdout at once. A terminal gets `visible` text, a file or pipe the text itself."""
     sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def write_any_text() -> None:
+    """Let stdout and stderr write each text: what the locale's encoding lacks as `\\u2014`.
+
+    rich draws its boxes in ASCII where the encoding is not UTF-8.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors != "backslashreplace":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def note(console: Console, text: object, style: str = "dim") -> None:

@@ -26,13 +26,16 @@ def run_plan(
     for all of them; returns whether they fit. Raises `ConfigError` for an impossible `free_gib`."""
     if free_gib is not None and not 0 <= free_gib <= MAX_FREE_GIB:  # also false for NaN
         raise ConfigError("free_gib", f"must be between 0 and {MAX_FREE_GIB}, not {free_gib:g}")
-    from infer.engine.build.assemble import most_replicas, plan_for  # this imports torch
+    # These import torch.
+    from infer.engine.build.assemble import most_replicas, plan_for, request_defaults
 
     free = None if free_gib is None else int(free_gib * 2**30)
     plan, most = plan_for(config, free=free, replicas=replicas), most_replicas(config, free=free)
+    defaults = request_defaults(config)
     fits = plan.fits and (replicas == 1 or replicas <= most)
     if as_json:
         fields = {**plan.as_dict(), "replicas": replicas, "replicas_that_fit": most}
+        fields["sampling_defaults"] = defaults.as_dict()
         print(json.dumps({**fields, "fits": fits}, indent=2))
         return fits
     table = Table(box=box.SIMPLE, show_header=False)
@@ -42,6 +45,7 @@ def run_plan(
         if what != "verdict":
             table.add_row(what, plain(how_much))
             continue
+        table.add_row("defaults of requests", plain(defaults))
         if replicas > 1:
             table.add_row("replicas", f"{replicas}, each as above; at most {most} fit here")
             if not fits:
@@ -68,9 +72,12 @@ def run_models() -> None:
     local = Table("model", "architecture", "size", title="Local hub cache", box=box.SIMPLE)
     for checkpoint in cached:
         known = "" if checkpoint.architecture in ARCHITECTURES else " (not supported)"
+        what = checkpoint.architecture + known
+        if checkpoint.unreadable:
+            what = f"unreadable: {checkpoint.unreadable}"
         local.add_row(
             plain(checkpoint.name),
-            plain(checkpoint.architecture + known),
+            plain(what),
             f"{checkpoint.num_bytes / 1e9:.2f} GB",
         )
     console.print(local)

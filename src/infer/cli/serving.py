@@ -23,8 +23,8 @@ def serve(
         list[str] | None,
         typer.Option(
             "--model",
-            help="Folder, GGUF file or hub id; for several models behind one address, repeat it as"
-            " NAME=PATH.",
+            help="Folder, GGUF file, package:NAME or hub id; for several models behind one address,"
+            " repeat it as NAME=PATH.",
             metavar="[NAME=]PATH",
         ),
     ] = None,

@@ -17,6 +17,7 @@ from infer.cli.plain import note, write
 from infer.config import EngineConfig
 from infer.engine.llm import LLM
 from infer.errors import RequestError
+from infer.readable_text import readable
 from infer.types import SamplingParams, TextDelta
 
 COMMANDS = "/reset starts a new conversation, /exit ends, Ctrl+C stops an answer"
@@ -58,10 +59,14 @@ def write_stream(pieces: Iterable[TextDelta]) -> tuple[str, Speed]:
     return text, speed
 
 
-def run_generate(config: EngineConfig, prompt: str, sampling: SamplingParams) -> None:
-    """`infer generate`: print the prompt and its continuation."""
+def run_generate(
+    config: EngineConfig, prompt: str, sampling: SamplingParams, max_tokens: int | None
+) -> None:
+    """`infer generate`: print the prompt and its continuation. `max_tokens`: where neither the
+    sampling nor the model has a limit."""
     notes = Console(stderr=True)
     with _load(config, notes) as llm:
+        sampling = _limited(llm, sampling, max_tokens)
         pieces = llm.stream(prompt, sampling)
         write(prompt)
         _, speed = write_stream(pieces)
@@ -73,7 +78,8 @@ def run_chat(config: EngineConfig, system: str | None, sampling: SamplingParams)
     notes = Console(stderr=True)
     with _load(config, notes) as llm:
         note(notes, f"{llm.model_name} — {COMMANDS}")
-        beginning = [{"role": "system", "content": system}] if system else []
+        sampling = _limited(llm, sampling, None)
+        beginning = [{"role": "system", "content": readable(system)}] if system else []
         history = list(beginning)
         while True:
             line = _read_line()
@@ -102,13 +108,23 @@ def _read_line() -> str | None:
         import readline  # noqa: F401  gives `input` line editing and history
     while True:
         try:
-            return input("\n› " if sys.stdin.isatty() else "").strip()
+            return readable(input("\n› " if sys.stdin.isatty() else "")).strip()
         except EOFError:
             return None
         except KeyboardInterrupt:
             print()
 
 
+def _limited(llm: LLM, sampling: SamplingParams, max_tokens: int | None) -> SamplingParams:
+    """`sampling` with a limit, if neither it nor the model has one."""
+    if "max_tokens" in sampling.given or llm.sampling_defaults.max_tokens is not None:
+        return sampling
+    return sampling.replace(max_tokens=max_tokens)
+
+
 def _load(config: EngineConfig, notes: Console) -> LLM:
     with notes.status("loading the model …"):
-        return LLM.from_config(config)
+        llm = LLM.from_config(config)
+    if llm.sampling_defaults.values:
+        note(notes, f"what is not chosen: {llm.sampling_defaults}")
+    return llm

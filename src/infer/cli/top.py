@@ -31,6 +31,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 _END = {
     "shutting_down": "the server shuts down",
     "key_revoked": "the key was revoked",
+    "replaced": "another viewer got the place: too many watch this engine",
     "failed": "the server has failed; its log says why",
 }
 

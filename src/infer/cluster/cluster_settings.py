@@ -28,6 +28,8 @@ from infer.server.settings import ServerSettings
 
 C = TypeVar("C")
 
+MAX_ENGINES = 4096
+"""maximum of the engines of a cluster"""
 NOT_IN_A_CLUSTER = {
     "uds": "Ray Serve decides where it listens",
     "ssl_certfile": "Ray Serve speaks plain HTTP; end TLS in front of it",
@@ -77,9 +79,12 @@ class ClusterSettings:
             low, high = int(first), int(last or first)
         except ValueError:
             low, high = 0, 0
+        if high > MAX_ENGINES:
+            raise ConfigError("replicas", f"must be at most {MAX_ENGINES}, not {self.replicas:.80}")
         if not 1 <= low <= high:
             raise ConfigError(
-                "replicas", f"{self.replicas!r} is not a number such as 2 or a range such as 1-3"
+                "replicas",
+                f"{self.replicas!r:.80} is not a number such as 2 or a range such as 1-3",
             )
         return low, high
 
@@ -167,6 +172,8 @@ def engine_settings(config: EngineConfig, cluster: ClusterSettings) -> dict[str,
 
 def _value(spec: Setting, value: Any) -> Any:
     """A value in the type of its setting; strings are read as on a command line."""
+    if spec.takes_mapping and isinstance(value, Mapping):
+        return dict(value)
     if not isinstance(value, str):
         return str(value) if spec.kind is str and value is not None else value
     if spec.kind is str:

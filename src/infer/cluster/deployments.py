@@ -341,10 +341,9 @@ class Front:
         )
         limits = fleet_limits([description.limits] * settings.cluster.range[1])
         seed = seed_of_front(settings.engine.seed, self._name)
-        engine = AsyncLLM(
-            self._fleet, InputProcessor(tokenizer, limits, seed), description.model_name
-        )
-        engine.expect_grammars()
+        input_processor = InputProcessor(tokenizer, limits, seed, files.sampling)
+        engine = AsyncLLM(self._fleet, input_processor, description.model_name)
+        engine.warm_workers()
         self._finding = asyncio.create_task(self._find())
         page = Page() if settings.server.ui else None
         return self._app(engine, page)

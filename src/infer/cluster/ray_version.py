@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 
 from infer.errors import ConfigError
+from infer.extras import to_install
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ def check_version(found: str | None) -> None:
     """Raise `ConfigError` if a version of Ray is missing (None) or outside the range."""
     wanted = f"ray[serve]>={LOWEST[0]}.{LOWEST[1]},<{BELOW[0]}"
     if found is None:
-        raise ConfigError("ray", f"is not installed: pip install 'infer[cluster]' ({wanted})")
+        raise ConfigError("ray", f"is not installed: {to_install('cluster')} ({wanted})")
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if not LOWEST <= numbers < BELOW:
         raise ConfigError("ray", f"{found} is installed, and infer works with {wanted}")

@@ -43,6 +43,12 @@ struct CacheAddresses {
   void* values;
 };
 
+// Cosines and sines [T, D / 2] by which a decoder layer rotates; null: it does not rotate.
+struct AngleAddresses {
+  const float* cos;
+  const float* sin;
+};
+
 // The digest of this file with which the library was built.
 const char* infer_abi_digest(void);
 
@@ -66,8 +72,8 @@ int infer_attention_plan(void* plan, int B, const int64_t* starts, const int64_t
                          const int64_t* tables, long table_width, int threads);
 
 // One layer of the planned step: writes k, v to their cells, then attends. Strides are elements from token to
-// token. With `cos` and `sin` [T, D / 2] (bfloat16 only) q and k are rotated when they are read, behind norms
-// [D] of their heads if there are any.
+// token. When q and k are read (bfloat16 only), their heads are normalised if there are norms [D], and then rotated
+// if there are `cos` and `sin` [T, D / 2]; each of them may be null.
 void infer_attention_attend(void* plan, int window, void* keys, void* values, const void* q, const void* k,
                             const void* v, void* out, long q_stride, long k_stride, long v_stride, const float* cos,
                             const float* sin, const float* q_norm, const float* k_norm, float eps);
@@ -114,10 +120,10 @@ void infer_draw(const float* rows, const float* tops, long stride, long n, long 
                 long count, int64_t* tokens, void* parallel, int threads);
 
 // All layers of a decoder: x [T, hidden] → y [T, hidden]. `q_size`, `kv_size`: columns of q, and of k or v, in a
-// layer's qkv; `inner`: of the gate's result; cos, sin [T, D / 2]. The plan must be of this step.
-void infer_layers(void* plan, const struct LayerAddresses* layers, const struct CacheAddresses* caches, int num_layers,
-                  const float* cos, const float* sin, float eps, const uint16_t* x, uint16_t* y, long num_tokens,
-                  long hidden, long q_size, long kv_size, long inner, int threads);
+// layer's qkv; `inner`: of the gate's result; `eps`: of the heads' norms. The plan must be of this step.
+void infer_layers(void* plan, const struct LayerAddresses* layers, const struct CacheAddresses* caches,
+                  const struct AngleAddresses* angles, int num_layers, float eps, const uint16_t* x, uint16_t* y,
+                  long num_tokens, long hidden, long q_size, long kv_size, long inner, int threads);
 
 // Reads whole lines of 64 bytes once; returns their sum, so that the compiler cannot leave it out.
 uint64_t infer_read(const char* from, long bytes, void* parallel, int threads);
@@ -126,7 +132,7 @@ uint64_t infer_read(const char* from, long bytes, void* parallel, int threads);
 }
 
 static_assert(sizeof(struct DrawRow) == 48 && sizeof(struct LayerAddresses) == 48 &&
-                  sizeof(struct CacheAddresses) == 24,
+                  sizeof(struct CacheAddresses) == 24 && sizeof(struct AngleAddresses) == 16,
               "the loader lays records out without gaps");
 static_assert(sizeof(long) == 8 && sizeof(void*) == 8, "the loader takes a long for 64 bits");
 #endif

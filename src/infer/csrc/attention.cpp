@@ -307,7 +307,7 @@ void infer_attention_attend(void* plan, int window, void* keys, void* values, co
                             const float* sin, const float* q_norm, const float* k_norm, float eps) {
   AttentionPlan& e = *(AttentionPlan*)plan;
   const rotary::Rotation rotation{cos, sin, {q_norm, k_norm}, e.D, eps};
-  const rotary::Rotation* turned = cos ? &rotation : nullptr;
+  const rotary::Rotation* turned = cos || q_norm ? &rotation : nullptr;
   Cut& cut = e.cuts[window];
   const bool bytes = e.element == 1;
   const long element = bytes ? 2 : e.element, strip = e.strips ? STRIP : 1;

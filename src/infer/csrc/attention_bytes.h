@@ -17,7 +17,8 @@
 namespace attention {
 namespace {
 
-constexpr float TOP = 127 * 256;  // the largest number of two digits
+constexpr float TOP = 127 * 256;       // the largest number of two digits
+constexpr float LEAST_SCALE = 1e-20f;  // of a query; no product with it is seen
 
 template <bool EXACT>
 INLINE F16 exp2_16(F16 x) {
@@ -78,7 +79,8 @@ struct Head {
     const ByteScale by = fit();
 #pragma GCC unroll 16
     for (int i = 0; i < N; ++i) put_bytes16(to + i * 16, whole16(x[i] * splat(by.inverse)));
-    const float scale = by.scale / (N * 16);  // what spreading both sides has multiplied products by
+    // By N · 16 spreading both sides has multiplied products. Never 0, which times -∞ is NaN, as of a query of zeros.
+    const float scale = std::max(by.scale / (N * 16), LEAST_SCALE);
     __builtin_memcpy(to + N * 16, &scale, 4);
   }
   INLINE void put_key(char* strip, int lane) {

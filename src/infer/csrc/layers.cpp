@@ -14,9 +14,9 @@ constexpr size_t KEPT = 64 << 20;  // bytes of memory that a thread keeps from s
 
 extern "C" {
 
-void infer_layers(void* plan, const LayerAddresses* layers, const CacheAddresses* caches, int num_layers,
-                  const float* cos, const float* sin, float eps, const uint16_t* x, uint16_t* y, long num_tokens,
-                  long hidden, long q_size, long kv_size, long inner, int threads) {
+void infer_layers(void* plan, const LayerAddresses* layers, const CacheAddresses* caches, const AngleAddresses* angles,
+                  int num_layers, float eps, const uint16_t* x, uint16_t* y, long num_tokens, long hidden, long q_size,
+                  long kv_size, long inner, int threads) {
   static thread_local ThreadMemory kept;
   ThreadMemory own;
   const long width = q_size + 2 * kv_size;
@@ -30,8 +30,8 @@ void infer_layers(void* plan, const LayerAddresses* layers, const CacheAddresses
     const CacheAddresses& cache = caches[i];
     infer_linear(layer.qkv, x, hidden, nullptr, (char*)heads, num_tokens, threads);
     infer_attention_attend(plan, (int)cache.window, cache.keys, cache.values, heads, heads + q_size,
-                           heads + q_size + kv_size, attended, width, width, width, cos, sin, layer.q_norm,
-                           layer.k_norm, eps);
+                           heads + q_size + kv_size, attended, width, width, width, angles[i].cos, angles[i].sin,
+                           layer.q_norm, layer.k_norm, eps);
     infer_linear(layer.o, attended, q_size, x, (char*)between, num_tokens, threads);
     infer_linear(layer.gate_up, between, hidden, nullptr, (char*)gated, num_tokens, threads);
     infer_linear(layer.down, gated, inner, between, (char*)y, num_tokens, threads);

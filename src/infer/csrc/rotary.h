@@ -7,7 +7,7 @@
 namespace rotary {
 
 struct Rotation {
-  const float *cos, *sin;  // [tokens, dim / 2]
+  const float *cos, *sin;  // [tokens, dim / 2]; null: no rotation
   const float* norms[2];   // of q and of k, [dim]; null: none
   long dim;
   float eps;

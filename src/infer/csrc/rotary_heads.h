@@ -78,9 +78,14 @@ INLINE void rotate(const Rotation& r, const uint16_t* from, uint16_t* to, long t
       first = normed(first, factor, load(norm + i, n));
       second = normed(second, factor, load(norm + half + i, n));
     }
-    const Floats cos = load(r.cos + token * half + i, n), sin = load(r.sin + token * half + i, n);
-    store(to + i, first * cos - second * sin, n);
-    store(to + half + i, second * cos + first * sin, n);
+    if (r.cos) {
+      const Floats cos = load(r.cos + token * half + i, n), sin = load(r.sin + token * half + i, n);
+      const Floats turned = first * cos - second * sin;
+      second = second * cos + first * sin;
+      first = turned;
+    }
+    store(to + i, first, n);
+    store(to + half + i, second, n);
   }
 }
 

@@ -22,7 +22,7 @@ from infer.engine.client.output import OutputProcessor, collected, error_of
 from infer.engine.client.step_lines import StepLines
 from infer.engine.core import EngineCore
 from infer.errors import EngineDeadError, RequestError
-from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
+from infer.types import FinishReason, Request, RequestOutput, Sampling, SamplingParams, TextDelta
 from infer.types.stats_summary import summary_of
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -44,6 +44,8 @@ class LLM:
         parts = assemble(self.config)
         self.tokenizer = parts.input_processor.tokenizer
         self.model_name = parts.model_name
+        self.sampling_defaults = parts.input_processor.defaults
+        """what requests get where their `SamplingParams` leave out fields"""
         self._open_core: EngineCore | None = parts.core
         self._input_processor = parts.input_processor
         self._processors: dict[str, OutputProcessor] = {}
@@ -64,7 +66,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one or many prompts, in one batch.
 
-        `sampling_params` is one for all prompts, or a list with one per prompt. `use_tqdm` shows a
+        `sampling_params` is one for all prompts, or a list with one per prompt; fields that it
+        leaves out are those of `sampling_defaults`, which the checkpoint names. `use_tqdm` shows a
         progress bar over the prompts on stderr; by default it is shown if there are several prompts
         and stderr is a terminal. `progress="steps"` writes a line to stderr for each step instead:
         its rows and tokens, and which prompts got a seat or ended, by their numbers. Returns one
@@ -131,7 +134,7 @@ class LLM:
         Nothing is sampled. Raises `RequestError` if a prompt is invalid or has `max_seq_len` tokens
         or more, and `EngineError` if a request fails.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        params = Sampling(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         requests = [self.make_request(prompt, params) for prompt in _as_prompts(prompts)]
         return [
             np.array([token.logprob for token in output.prompt_logprobs or ()], np.float32)
@@ -147,7 +150,7 @@ class LLM:
         invalid, has `max_seq_len` tokens or more, or lacks one of the positions; `OverloadedError`
         if the queue is full; `EngineError` if the request fails.
         """
-        request = self.make_request(prompt, SamplingParams(temperature=0.0, max_tokens=1))
+        request = self.make_request(prompt, Sampling(temperature=0.0, max_tokens=1))
         wanted = _as_positions(positions, len(request.prompt_token_ids))
         # Cached pages give no logits, so the request has a cache scope of its own.
         request = dataclasses.replace(
@@ -168,7 +171,7 @@ class LLM:
     def make_request(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Sampling | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,

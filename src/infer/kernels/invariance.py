@@ -104,12 +104,16 @@ def _applied(layer: Linear, x: Tensor, residual: Tensor | None, shift: int) -> T
 
 
 def linears(part: object) -> Iterator[Linear]:
-    """All linear layers in an object's attributes and lists, at any depth."""
+    """All linear layers in an object's attributes and lists, at any depth, each of them once."""
+    yield from {id(layer): layer for layer in _linears(part)}.values()
+
+
+def _linears(part: object) -> Iterator[Linear]:
     if isinstance(part, _KINDS):
         yield part
     elif isinstance(part, (list, tuple)):
         for member in part:
-            yield from linears(member)
+            yield from _linears(member)
     elif not isinstance(part, (Tensor, type)):
         for member in getattr(part, "__dict__", {}).values():
-            yield from linears(member)
+            yield from _linears(member)

@@ -4,30 +4,60 @@ The library makes the same calls in the same order as the decoder's own loop, so
 the same bits. It avoids the interpreter's cost of 65 µs per layer, which is a tenth of a small
 model's step. The cost is that high because each layer's weights displace the interpreter's data
 from the CPU's caches.
+
+The stack is a second implementation of the loop, so it takes no layer on trust. `stack_layers`
+refuses a model that declares a property which is not listed here (`MODEL_PROPERTIES`,
+`LAYER_PROPERTIES`), and layers whose sizes the library cannot take. `models.stack_check` then
+compares the stack with the loop on a few tokens. Whatever is refused is computed by the loop.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
-from collections.abc import Sequence
-from typing import Protocol, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
 from infer.kernels import loader
 from infer.kernels.linear import Linear, NativeLinear
-from infer.kernels.rotary import HeadNorms
+from infer.kernels.rotary import Angles, HeadNorms, QKRotation
 
 Parts = tuple[Linear, Linear, Linear, Linear, HeadNorms | None]
 """One layer: qkv (with the norm before it), o, gate_up (with norm and gate), down, head norms."""
+
+MODEL_PROPERTIES = (
+    *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
+    *("num_kv_heads", "head_dim", "max_seq_len", "norm_eps", "rope", "ropes", "tie_embeddings"),
+    *("dtype", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "windows", "query_scale"),
+    "final_softcap",
+)
+"""Fields of a model's config that a stack computes, or that do not concern its layers.
+
+Another field must have its default. Add one here only if the stack gives its loop's bits with it.
+"""
+LAYER_PROPERTIES = (
+    *("index", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
+    *("norm_eps", "attention_scale", "window", "rope", "qkv_bias", "o_bias", "mlp_bias"),
+    "qk_norm",
+)
+"""The same for the fields of a layer's config."""
+
+
+class LayeredConfig(Protocol):
+    """A model's config: a dataclass that declares the layers, each of which is one, too."""
+
+    def layers(self) -> Sequence[Any]:
+        """What each layer is."""
 
 
 class AttendsThrough(Protocol):
     """An attention backend that can compute all layers of a `LayerStack` in one call."""
 
-    def through(self, stack: LayerStack, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Apply all layers: x [T, E] → [T, E]. `cos`, `sin` [T, D/2]: of the tokens' positions."""
+    def through(self, stack: LayerStack, x: Tensor, angles: Sequence[Angles | None]) -> Tensor:
+        """Apply all layers: x [T, E] → [T, E]. `angles`: of each layer; None: no rotation."""
 
 
 def attends_through(attend: object) -> TypeGuard[AttendsThrough]:
@@ -37,45 +67,115 @@ def attends_through(attend: object) -> TypeGuard[AttendsThrough]:
 
 
 class LayerStack:
-    """All layers of a decoder. `stack_layers` makes it.
+    """All layers of a decoder. `stack_layers` makes it."""
 
-    It holds addresses of the layers' data, so the decoder must outlive it.
-    """
-
-    def __init__(self, first: Parts, num_layers: int, addresses: list[int]) -> None:
-        """`first`: the first layer, for the sizes. `addresses`: six per layer, for layers.cpp."""
-        self._num_layers, self._table = num_layers, array("q", addresses)
-        qkv, o, gate_up, _, norms = first
-        kv_size = (qkv.out_features - o.in_features) // 2
-        self._sizes = (o.out_features, o.in_features, kv_size, gate_up.out_features)
-        self._eps = 0.0 if norms is None else norms.q.eps
+    def __init__(self, layers: Sequence[Parts], head_dim: int) -> None:
+        """`layers`: of equal sizes, as `stack_layers` has checked."""
+        self._layers, self._head_dim = layers, head_dim
+        addresses = []
+        for *products, norms in layers:
+            addresses += [each.handle for each in products if isinstance(each, NativeLinear)]
+            addresses += [0, 0] if norms is None else [norm.data_ptr() for norm in norms.weights]
+        self._table = array("q", addresses)
+        self._sizes = _sizes(layers[0])
+        self._eps = next((norms.q.eps for *_, norms in layers if norms is not None), 0.0)
         self._apply = loader.loaded().infer_layers
 
     def __call__(
-        self, attention: int, caches: array[int], x: Tensor, cos: Tensor, sin: Tensor
+        self, attention: int, caches: array[int], x: Tensor, angles: Sequence[Angles | None]
     ) -> Tensor:
         """Apply all layers: x [T, E] → [T, E], bfloat16.
 
         `attention`: handle of an attention kernel that has planned the step. `caches`: for each
-        layer the index of its window and the addresses of its keys and values.
+        layer the index of its window and the addresses of its keys and values. `angles`: of each
+        layer; None: it does not rotate.
         """
         assert (x.dtype, x.stride()) == (torch.bfloat16, (self._sizes[0], 1))
         y = torch.empty_like(x)
+        # Most layers share their angles, and asking a tensor for its address takes a while.
+        addresses = {id(None): (0, 0)}
+        for each in angles:
+            if each is not None and id(each) not in addresses:
+                addresses[id(each)] = each[0].data_ptr(), each[1].data_ptr()
+        table = array("q", [number for each in angles for number in addresses[id(each)]])
         self._apply(
-            *(attention, self._table.buffer_info()[0], caches.buffer_info()[0], self._num_layers),
-            *(cos.data_ptr(), sin.data_ptr(), self._eps, x.data_ptr(), y.data_ptr()),
+            *(attention, self._table.buffer_info()[0], caches.buffer_info()[0]),
+            *(table.buffer_info()[0], len(self._layers), self._eps, x.data_ptr(), y.data_ptr()),
             *(x.shape[0], *self._sizes, torch.get_num_threads()),
         )
         return y
 
+    def one_by_one(
+        self,
+        attend: Callable[[int, Tensor, Tensor, Tensor, QKRotation | None], Tensor],
+        x: Tensor,
+        angles: Sequence[Angles | None],
+    ) -> Tensor:
+        """What layers.cpp computes, product by product, with another attention: [T, E] → [T, E]."""
+        _, q_size, kv_size, _ = self._sizes
+        for index, (qkv, o, gate_up, down, norms) in enumerate(self._layers):
+            parts = qkv(x).split_with_sizes((q_size, kv_size, kv_size), 1)
+            q, k, v = (part.view(len(x), -1, self._head_dim) for part in parts)
+            attended = attend(index, q, k, v, QKRotation.of(angles[index], norms))
+            between = o(attended.reshape(-1, q_size), x)
+            x = down(gate_up(between), between)
+        return x
 
-def stack_layers(layers: Sequence[Parts]) -> LayerStack | None:
-    """A stack of these layers; None if any linear layer is not a `NativeLinear`."""
-    addresses = []
-    for *products, norms in layers:
-        handles = [each.handle for each in products if isinstance(each, NativeLinear)]
-        if len(handles) < len(products):
-            return None
-        addresses += handles
-        addresses += [0, 0] if norms is None else [norm.data_ptr() for norm in norms.weights]
-    return LayerStack(layers[0], len(layers), addresses)
+
+def stack_layers(config: LayeredConfig, layers: Sequence[Parts]) -> LayerStack | None:
+    """A stack of the layers that `config` declares; None if `obstacle` has a reason."""
+    if obstacle(config, layers) is not None:
+        return None
+    return LayerStack(layers, config.layers()[0].head_dim)
+
+
+def obstacle(config: LayeredConfig, layers: Sequence[Parts]) -> str | None:
+    """The reason why the native library cannot compute these layers in one call; None if it can."""
+    declared = config.layers()
+    for known, record in ((MODEL_PROPERTIES, config), *((LAYER_PROPERTIES, x) for x in declared)):
+        if reason := _unknown_property(record, known):
+            return reason
+    if len(declared) != len(layers):
+        return f"{len(declared)} layers are declared, and {len(layers)} are there"
+    eps = set()
+    for parts, layer in zip(layers, declared, strict=True):
+        *products, norms = parts
+        for product in products:
+            if not isinstance(product, NativeLinear):
+                return f"a linear layer is a {type(product).__name__}"
+            if product.out_dtype != torch.bfloat16:
+                return f"a linear layer gives {product.out_dtype}"
+        sizes = _sizes(parts)
+        hidden, q_size, _, inner = sizes
+        inputs = [product.in_features for product in products]
+        heads = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        if inputs != [hidden, q_size, hidden, inner] or sizes[1:3] != heads:
+            return f"the sizes of a layer's parts do not fit each other: {inputs}, {sizes}"
+        if parts[3].out_features != hidden or sizes != _sizes(layers[0]):
+            return "layers differ in size"
+        if layer.head_dim != declared[0].head_dim:
+            return "layers differ in the size of a head"
+        if norms is not None:
+            eps |= {norms.q.eps, norms.k.eps}
+            if any(weight.shape != (layer.head_dim,) for weight in norms.weights):
+                return "a norm is not over one head"
+    return "norms of heads differ in eps" if len(eps) > 1 else None
+
+
+def _sizes(parts: Parts) -> tuple[int, int, int, int]:
+    """(columns of x, of q, of k or v, of the gate's result) of a layer."""
+    qkv, o, gate_up, _, _ = parts
+    kv_size = (qkv.out_features - o.in_features) // 2
+    return o.out_features, o.in_features, kv_size, gate_up.out_features
+
+
+def _unknown_property(record: Any, known: Sequence[str]) -> str | None:
+    """A message if a dataclass has a field outside `known` with another value than its default."""
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if field.name not in known and value != default:
+            return f"{type(record).__name__}.{field.name} = {value!r:.80} is not known to the stack"
+    return None

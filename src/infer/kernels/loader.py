@@ -64,7 +64,7 @@ def _type_of(declaration: str) -> tuple[type | None, str]:
 @functools.cache
 def _interface() -> str:
     """The declarations of `abi.h` without comments and preprocessor lines."""
-    text = re.sub(r"//[^\n]*|^#[^\n]*", "", ABI.read_text(), flags=re.MULTILINE)
+    text = re.sub(r"//[^\n]*|^#[^\n]*", "", ABI.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return text.replace('extern "C" {', "")
 
 

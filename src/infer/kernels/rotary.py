@@ -25,6 +25,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+Angles = tuple[Tensor, Tensor]
+"""Cosines and sines of the angles of a step's tokens, [T, D/2] float32 each."""
+
+
 class HeadNorms:
     """The norms of one layer's query heads and key heads."""
 
@@ -36,27 +40,37 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QKRotation:
-    """The head norms, if there are any, and the rotation of a layer's queries and keys."""
+    """The head norms and the rotation of a layer's queries and keys, as far as it has them."""
 
-    cos: Tensor
-    """Cosines of the tokens' angles, [T, D/2] float32."""
-    sin: Tensor
-    """Sines of the tokens' angles, [T, D/2] float32."""
+    cos: Tensor | None
+    """Cosines of the tokens' angles, [T, D/2] float32; None: no rotation."""
+    sin: Tensor | None
+    """Sines of the tokens' angles, [T, D/2] float32; None: no rotation."""
     norms: HeadNorms | None
     """Norms that are applied before the rotation; None: no norms."""
+
+    @classmethod
+    def of(cls, angles: Angles | None, norms: HeadNorms | None) -> QKRotation | None:
+        """What a layer with these angles and norms passes to attention; None: nothing to do."""
+        if angles is None and norms is None:
+            return None
+        cos, sin = angles or (None, None)
+        return cls(cos, sin, norms)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise and rotate q [T, H, D] and k [T, G, D] by torch's operations."""
         if self.norms is not None:
             q, k = self.norms.q(q), self.norms.k(k)
+        if self.cos is None or self.sin is None:
+            return q, k
         return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
 
     def constants(self) -> tuple[int | float | None, ...]:
         """Arguments of the native kernel: addresses of cos, sin and both norms' weights, and eps.
 
-        Without norms their addresses are None.
+        The addresses of what the layer does not have are None.
         """
-        angles = self.cos.data_ptr(), self.sin.data_ptr()
+        angles = [None if each is None else each.data_ptr() for each in (self.cos, self.sin)]
         if self.norms is None:
             return (*angles, None, None, 0.0)
         q, k = self.norms.weights

@@ -29,55 +29,58 @@ from infer.kernels.linear import (
     of_head,
     one_more,
 )
-from infer.kernels.rotary import HeadNorms, QKRotation
+from infer.kernels.rotary import Angles, HeadNorms, QKRotation
 from infer.models.model import Attend
-from infer.models.model_config import ModelConfig
-from infer.models.rope import RopeTable
+from infer.models.model_config import LayerConfig, ModelConfig
+from infer.models.rope import RopeTables
 from infer.models.weights import WeightSource
 
 
 class Attention:
     """Attention block: norm, q/k/v projections, `attend`, output projection; [T, E] → [T, E].
 
-    The norms of query and key heads and the rotation are passed to `attend`, which applies them.
-    `offset`: the head norms multiply by `1 + w`, in float32, as Gemma 3's do.
+    The norms of query and key heads and the layer's rotation are passed to `attend`, which applies
+    them. `offset`: the head norms multiply by `1 + w`, in float32, as Gemma 3's do.
     """
 
     def __init__(
         self,
-        index: int,
-        config: ModelConfig,
+        layer: LayerConfig,
         source: WeightSource,
         prefix: str,
         norm: Norm,
         *,
         offset: bool = False,
     ) -> None:
-        """`index`: of the layer; `prefix`: of its tensors' names; `norm`: of the input."""
-        self.index = index
-        self.config = config
-        hidden, size = config.hidden_size, config.head_dim
-        self.q_size, kv_size = config.num_heads * size, config.num_kv_heads * size
+        """`prefix`: of the layer's tensors' names; `norm`: of the input."""
+        self.layer = layer
+        hidden, size = layer.hidden_size, layer.head_dim
+        self.q_size, kv_size = layer.num_heads * size, layer.num_kv_heads * size
         names = [f"{prefix}{name}_proj" for name in "qkv"]
         parts = dict(zip(names, [self.q_size, kv_size, kv_size], strict=True))
-        self.qkv = fused(source, hidden, parts, bias=config.qkv_bias, fusion=Fusion(norm=norm))
-        self.o = fused(source, self.q_size, {f"{prefix}o_proj": hidden}, bias=config.o_bias)
+        self.qkv = fused(source, hidden, parts, bias=layer.qkv_bias, fusion=Fusion(norm=norm))
+        self.o = fused(source, self.q_size, {f"{prefix}o_proj": hidden}, bias=layer.o_bias)
         self.norms: HeadNorms | None = None
-        if config.qk_norm:
+        if layer.qk_norm:
             q, k = (source.keep(f"{prefix}{name}_norm.weight", (size,)) for name in "qk")
             if offset:
                 q, k = one_more(q), one_more(k)
-            self.norms = HeadNorms(Norm(q, config.norm_eps), Norm(k, config.norm_eps))
+            self.norms = HeadNorms(Norm(q, layer.norm_eps), Norm(k, layer.norm_eps))
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        angles: Sequence[Angles | None],
+        attend: Attend,
+        residual: Tensor | None = None,
     ) -> Tensor:
-        """[T, E] → [T, E]. `cos`, `sin`: [T, D/2]. `residual` [T, E] is added to the result."""
-        config = self.config
-        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
-        heads = self.qkv(x).view(-1, num_heads + 2 * num_kv_heads, config.head_dim)
+        """[T, E] → [T, E]. `angles`: of each layer, as `RopeTables` has them; this layer takes its
+        own. `residual` [T, E] is added to the result."""
+        layer = self.layer
+        num_heads, num_kv_heads = layer.num_heads, layer.num_kv_heads
+        heads = self.qkv(x).view(-1, num_heads + 2 * num_kv_heads, layer.head_dim)
         q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
-        out = attend(self.index, q, k, v, QKRotation(cos, sin, self.norms))
+        out = attend(layer.index, q, k, v, QKRotation.of(angles[layer.index], self.norms))
         return self.o(out.reshape(-1, self.q_size), residual)
 
 
@@ -88,10 +91,10 @@ class GatedMLP:
     """
 
     def __init__(
-        self, config: ModelConfig, source: WeightSource, prefix: str, norm: Norm, gate: str
+        self, layer: LayerConfig, source: WeightSource, prefix: str, norm: Norm, gate: str
     ) -> None:
         """`prefix`: of the tensors' names; `norm`: the norm of the input."""
-        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden, inner, bias = layer.hidden_size, layer.intermediate_size, layer.mlp_bias
         parts = {f"{prefix}gate_proj": inner, f"{prefix}up_proj": inner}
         fusion = Fusion(norm=norm, gate=gate)
         self.gate_up = fused(source, hidden, parts, bias=bias, fusion=fusion)
@@ -101,21 +104,21 @@ class GatedMLP:
         return self.down(self.gate_up(x), residual)
 
 
-class _Layer:
+class DecoderLayer:
     """One decoder layer: [T, E] → [T, E]."""
 
-    def __init__(self, index: int, config: ModelConfig, source: WeightSource) -> None:
-        prefix = f"model.layers.{index}."
-        shape = (config.hidden_size,)
+    def __init__(self, layer: LayerConfig, source: WeightSource) -> None:
+        prefix = f"model.layers.{layer.index}."
+        shape = (layer.hidden_size,)
         before_attention, before_mlp = (
-            Norm(source.keep(f"{prefix}{name}_layernorm.weight", shape), config.norm_eps)
+            Norm(source.keep(f"{prefix}{name}_layernorm.weight", shape), layer.norm_eps)
             for name in ("input", "post_attention")
         )
-        self.attention = Attention(index, config, source, f"{prefix}self_attn.", before_attention)
-        self.mlp = GatedMLP(config, source, f"{prefix}mlp.", before_mlp, "silu")
+        self.attention = Attention(layer, source, f"{prefix}self_attn.", before_attention)
+        self.mlp = GatedMLP(layer, source, f"{prefix}mlp.", before_mlp, "silu")
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = self.attention(x, cos, sin, attend, residual=x)
+    def __call__(self, x: Tensor, angles: Sequence[Angles | None], attend: Attend) -> Tensor:
+        x = self.attention(x, angles, attend, residual=x)
         return self.mlp(x, residual=x)
 
     def parts(self) -> Parts:
@@ -128,25 +131,29 @@ class Decoder:
     """The Llama decoder. See the module's docstring."""
 
     def __init__(self, config: ModelConfig, source: WeightSource, max_seq_len: int) -> None:
-        """`max_seq_len`: the number of positions, which is the length of the RoPE table."""
+        """`max_seq_len`: the number of positions, which is the length of the RoPE tables."""
         self.config = config
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embedding = source.keep_embedding("model.embed_tokens.weight", (vocab, hidden))
-        self.layers = [_Layer(i, config, source) for i in range(config.num_layers)]
-        self.stack = stack_layers([layer.parts() for layer in self.layers])
+        self.layers = [DecoderLayer(layer, source) for layer in config.layers()]
+        self.stack = stack_layers(config, [layer.parts() for layer in self.layers])
         norm = Norm(source.keep("model.norm.weight", (hidden,)), config.norm_eps)
         self.lm_head = output_head(config, source, self.embedding, norm)
-        self.rope = RopeTable(config.rope, config.head_dim, max_seq_len, source.device)
+        self.rope = RopeTables(config, max_seq_len, source.device)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of T tokens, which may belong to any number of sequences."""
         x = self.embedding.index_select(0, tokens)
-        cos, sin = self.rope.at(positions)
+        angles = self.rope.at(positions)
         if self.stack is not None and attends_through(attend):
-            return attend.through(self.stack, x, cos, sin)
+            return attend.through(self.stack, x, angles)
         for layer in self.layers:
-            x = layer(x, cos, sin, attend)
+            x = layer(x, angles, attend)
         return x
+
+    def drop_stack(self) -> None:
+        """Compute the layers one by one from now on, with every attention backend."""
+        self.stack = None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, V], float32, for the hidden states [R, E] of the rows to be sampled."""

@@ -69,14 +69,15 @@ def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
     config = _decoder(architecture, reader, may_have_bias=True, is_llama=False)
     scalar = reader.positive("query_pre_attn_scalar", 256)
     pattern = reader.size("sliding_window_pattern", 6)
+    windows = _windows(reader, config.num_layers, lambda i: (i + 1) % pattern != 0)
     rope, local = _gemma3_ropes(reader, config.max_seq_len)
     return dataclasses.replace(
         config,
         qk_norm=True,
         query_scale=scalar**-0.5,
-        windows=_windows(reader, config.num_layers, lambda i: (i + 1) % pattern != 0),
+        windows=windows,
         rope=rope,
-        local_rope=local,
+        ropes=tuple(rope if window is None else local for window in windows),
         final_softcap=reader.positive("final_logit_softcapping", None),
     )
 
@@ -90,12 +91,13 @@ def read_gpt2(architecture: str, reader: ConfigReader) -> ModelConfig:
     reader.only("add_cross_attention", (False,), False)
     if hidden % heads:
         reader.problems.append(f"n_embd ({hidden}) must be a multiple of n_head ({heads})")
+    num_layers = reader.size("n_layer", most=MAX_LAYERS)
     return ModelConfig(
         architecture=architecture,
         vocab_size=reader.size("vocab_size"),
         hidden_size=hidden,
         intermediate_size=reader.size("n_inner", 4 * hidden),
-        num_layers=reader.size("n_layer", most=MAX_LAYERS),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=max(1, hidden // heads),
@@ -103,6 +105,7 @@ def read_gpt2(architecture: str, reader: ConfigReader) -> ModelConfig:
         norm_eps=reader.positive("layer_norm_epsilon", 1e-5),
         tie_embeddings=reader.get("tie_word_embeddings", bool, True),
         dtype=_dtype(reader),
+        ropes=(None,) * num_layers,
     )
 
 

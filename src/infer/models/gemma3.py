@@ -9,40 +9,43 @@ the text part is read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from infer.kernels.linear import Norm, one_more
+from infer.kernels.rotary import Angles
 from infer.models.decoder import Attention, GatedMLP, output_head
 from infer.models.model import Attend
-from infer.models.model_config import ModelConfig
-from infer.models.rope import RopeTable
+from infer.models.model_config import LayerConfig, ModelConfig
+from infer.models.rope import RopeTables
 from infer.models.weights import WeightSource
 
 # The prefixes in older and newer multimodal checkpoints; text-only checkpoints have none.
 _PREFIXES = ("language_model.", "model.language_model.")
 
 
-def _norm(source: WeightSource, name: str, config: ModelConfig) -> Norm:
+def _norm(source: WeightSource, name: str, config: ModelConfig | LayerConfig) -> Norm:
     return Norm(one_more(source.take(name, (config.hidden_size,))), config.norm_eps)
 
 
 class _Layer:
     """One decoder layer: [T, E] → [T, E]."""
 
-    def __init__(self, index: int, config: ModelConfig, source: WeightSource, root: str) -> None:
-        prefix = f"{root}layers.{index}."
+    def __init__(self, layer: LayerConfig, source: WeightSource, root: str) -> None:
+        prefix = f"{root}layers.{layer.index}."
         before_attention, self.after_attention, before_mlp, self.after_mlp = (
-            _norm(source, f"{prefix}{name}_layernorm.weight", config)
+            _norm(source, f"{prefix}{name}_layernorm.weight", layer)
             for name in ("input", "post_attention", "pre_feedforward", "post_feedforward")
         )
         self.attention = Attention(
-            index, config, source, f"{prefix}self_attn.", before_attention, offset=True
+            layer, source, f"{prefix}self_attn.", before_attention, offset=True
         )
-        self.mlp = GatedMLP(config, source, f"{prefix}mlp.", before_mlp, "gelu_tanh")
+        self.mlp = GatedMLP(layer, source, f"{prefix}mlp.", before_mlp, "gelu_tanh")
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = self.after_attention(self.attention(x, cos, sin, attend), residual=x)
+    def __call__(self, x: Tensor, angles: Sequence[Angles | None], attend: Attend) -> Tensor:
+        x = self.after_attention(self.attention(x, angles, attend), residual=x)
         return self.after_mlp(self.mlp(x), residual=x)
 
 
@@ -57,21 +60,19 @@ class Gemma3:
         self.embedding = source.keep_embedding(f"{root}embed_tokens.weight", (vocab, hidden))
         # Training rounded the constant to the embedding's dtype, so it is rounded here too.
         self.scale = torch.tensor(hidden**0.5).to(self.embedding.dtype).item()
-        self.layers = [_Layer(i, config, source, root) for i in range(config.num_layers)]
+        self.layers = [_Layer(layer, source, root) for layer in config.layers()]
         norm = _norm(source, f"{root}norm.weight", config)
         head = root.removesuffix("model.") + "lm_head.weight"
         self.lm_head = output_head(config, source, self.embedding, norm, head)
         source.drop("lm_head.weight")
-        local = config.local_rope or config.rope
-        self.rope = RopeTable(config.rope, config.head_dim, max_seq_len, source.device)
-        self.local_rope = RopeTable(local, config.head_dim, max_seq_len, source.device)
+        self.rope = RopeTables(config, max_seq_len, source.device)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of T tokens, which may belong to any number of sequences."""
         x = self.embedding.index_select(0, tokens) * self.scale
-        full, local = self.rope.at(positions), self.local_rope.at(positions)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, *(full if self.config.window(i) is None else local), attend)
+        angles = self.rope.at(positions)
+        for layer in self.layers:
+            x = layer(x, angles, attend)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -5,14 +5,12 @@ checks them. It supplies the tensors under their Hugging Face names, so that the
 change. Four conversions of llama.cpp are undone: the order of query and key rows (Llama and Mistral
 only), GPT-2's transposed weights, the `1 + w` of Gemma's norms, and Llama 3's RoPE scaling, which
 is stored as one factor per frequency. The file stays memory-mapped. A tensor is dequantised when it
-is taken, some rows at a time, or is taken in its own blocks. The `gguf` package parses and
-dequantises. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+is taken, some rows at a time, or is taken in its own blocks. `gguf_reader` finds what it holds.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -21,25 +19,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import (
-    GGML_QUANT_SIZES,
-    GGMLQuantizationType,
-    GGUFReader,
-    GGUFValueType,
-    ReaderTensor,
-)
-from gguf.quants import dequantize
 from torch import Tensor
 
 from infer.errors import LoadError
 from infer.kernels.blocks import BlockWeight, panel_kinds
-from infer.models.gguf_blocks import HELD_AS, as_held, held_kind
-from infer.models.hub import SPLIT_NAME
+from infer.models.gguf_blocks import HELD_AS, as_held, held_kind, numbers, readable_types
+from infer.models.gguf_reader import Metadata, StoredTensor, read_gguf
 from infer.models.model_config import ModelConfig
 from infer.models.registry import parse_model_config
-from infer.models.weights import BlockReader, WeightSource, listing
+from infer.models.weights import BlockReader, WeightSource
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -47,7 +37,8 @@ _ARCHITECTURES = {
     "mistral3": "MistralForCausalLM",
     "gpt2": "GPT2LMHeadModel",
 }
-_LLAMA_ROWS = ("llama", "mistral3")
+"""Name of an architecture in GGUF files → its name in the registry."""
+LLAMA_ROWS = ("llama", "mistral3")
 """GGUF architectures whose query and key rows llama.cpp's converter reorders."""
 _REQUIRED = {  # GGUF key without its architecture prefix → field of config.json
     "embedding_length": "hidden_size",
@@ -119,14 +110,6 @@ _GPT2_TRANSPOSED = ("attn_qkv", "attn_output", "ffn_up", "ffn_down")
 _TENSOR_NAME = re.compile(r"(blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _ROPE_FACTORS = "rope_freqs.weight"
 _GEMMA_27B_LAYERS = 62
-_MAX_ITEMS = 2_000_000
-"""Maximum number of items of all arrays of a file; the largest vocabularies take 850,000."""
-_MAX_ENTRIES = 65_536
-"""Maximum number of keys, and maximum number of tensors."""
-_MAX_DIMENSIONS = 4
-"""Maximum number of dimensions of a tensor in the format."""
-_MAX_PARTS = 10_000
-"""Maximum number of parts of a file."""
 _ROWS_BYTES = 1 << 26
 """Size of the part of a tensor that is dequantised to float32 at a time, in bytes."""
 
@@ -134,27 +117,26 @@ _ROWS_BYTES = 1 << 26
 class GGUFFile:
     """An open GGUF file: its metadata, its model's config and its tensors."""
 
-    metadata: dict[str, Any]
+    metadata: Metadata
     """The file's keys and their values as plain Python objects."""
     config: ModelConfig
     """The config of the file's model."""
 
     def __init__(self, path: Path) -> None:
         """Raises `LoadError` if the file is damaged or holds something that is not supported."""
-        self.path = path
-        self.metadata, self._tensors = _open(path)
-        if self.metadata.get("split.count") not in (None, 0, 1):
-            self.path, self.metadata, self._tensors = _open_parts(path, self.metadata)
-        self._arch = str(self.metadata.get("general.architecture"))
-        if self._arch not in _ARCHITECTURES:
+        content = read_gguf(path)
+        self.path, self.metadata, self._tensors = content.path, content.metadata, content.tensors
+        self._arch = str(self.metadata.get("general.architecture")).strip().lower()
+        if self._arch not in ARCHITECTURES:
             raise LoadError(
                 f"{path}: general.architecture {self._arch!r} is not supported"
-                f" (supported: {', '.join(_ARCHITECTURES)})"
+                f" (supported: {', '.join(ARCHITECTURES)})"
             )
         config = parse_model_config(self._config_fields(), str(path))
         factors = self._rope_factors(config.head_dim)
         rope = dataclasses.replace(config.rope, frequency_divisors=factors)
-        self.config = dataclasses.replace(config, rope=rope)
+        ropes = tuple(rope if each == config.rope else each for each in config.ropes)
+        self.config = dataclasses.replace(config, rope=rope, ropes=ropes)
 
     def source(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
         """A source of the tensors under their Hugging Face names, converted to `dtype`."""
@@ -169,7 +151,7 @@ class GGUFFile:
             return self._as_in_hugging_face(stored_name, values) if fits else values
 
         def stored(name: str) -> Tensor:
-            shape = tuple(int(size) for size in reversed(self._tensors[names[name]].shape))
+            shape = self._tensors[names[name]].shape
             tensor = torch.empty(shape, dtype=dtype, device="meta")
             return tensor.T if self._is_transposed(names[name]) else tensor
 
@@ -187,7 +169,7 @@ class GGUFFile:
         sizes: Counter[str] = Counter()
         for tensor in self._tensors.values():
             if len(tensor.shape) == 2 and (kind := self._held_kind(tensor)) is not None:
-                sizes[kind] += int(tensor.n_elements)
+                sizes[kind] += tensor.num_elements
         return [kind for kind, _ in sizes.most_common()]
 
     def block_reader(self, *, planned: bool = False) -> BlockReader:
@@ -203,7 +185,7 @@ class GGUFFile:
             found: list[BlockWeight] = []
             for name, shape in zip(names, parts.values(), strict=True):
                 tensor = self._tensors.get(name)
-                if tensor is None or tuple(reversed(tensor.shape.tolist())) != shape:
+                if tensor is None or tensor.shape != shape:
                     return None
                 if (kind := self._held_kind(tensor)) is None:
                     return None
@@ -219,21 +201,20 @@ class GGUFFile:
 
         return read
 
-    def _held_kind(self, tensor: ReaderTensor) -> str | None:
-        return held_kind(tensor.tensor_type, int(tensor.shape[0]))
+    def _held_kind(self, tensor: StoredTensor) -> str | None:
+        return held_kind(tensor.kind, tensor.shape[-1])
 
     def _block_rows(self, name: str, weight: BlockWeight) -> np.ndarray:
         tensor = self._tensors[name]
-        stored = tensor.data.reshape(weight.shape[0], -1)
         try:
-            rows = as_held(stored, tensor.tensor_type, weight.kind, weight.shape[1])
+            rows = as_held(tensor.rows, tensor.kind, weight.kind)
         except NotImplementedError:
             raise self._unreadable(name) from None
         return self._rows_as_in_hugging_face(name, rows)
 
     def _unreadable(self, name: str) -> LoadError:
         return LoadError(
-            f"{self.path}: {name} is stored as {self._tensors[name].tensor_type.name}, which cannot"
+            f"{self.path}: {name} is stored as {self._tensors[name].kind.name}, which cannot"
             f" be read (these can: {', '.join(readable_types())})"
         )
 
@@ -250,8 +231,8 @@ class GGUFFile:
         if self._arch == "gpt2":
             return {
                 **{field: self._get(key) for key, field in required.items()},
-                "architectures": [_ARCHITECTURES[self._arch]],
-                "vocab_size": int(self._tensors["token_embd.weight"].shape[-1]),
+                "architectures": [ARCHITECTURES[self._arch]],
+                "vocab_size": self._tensors["token_embd.weight"].shape[0],
                 "tie_word_embeddings": "output.weight" not in self._tensors,
                 "dtype": self._dtype(),
             }
@@ -277,8 +258,8 @@ class GGUFFile:
             "rope_theta": 10000.0,  # this default and the next are GGUF's, not the family's
             "num_key_value_heads": heads,
             **{name: value for name, value in fields.items() if value is not None},
-            "architectures": [_ARCHITECTURES[self._arch]],
-            "vocab_size": int(self._tensors["token_embd.weight"].shape[-1]),
+            "architectures": [ARCHITECTURES[self._arch]],
+            "vocab_size": self._tensors["token_embd.weight"].shape[0],
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": biased and self._arch != "qwen2",  # Qwen2 always has biases
             "mlp_bias": "blk.0.ffn_gate.bias" in self._tensors,
@@ -317,7 +298,7 @@ class GGUFFile:
     def _rope_factors(self, head_dim: int) -> tuple[float, ...]:
         tensor = self._tensors.get(_ROPE_FACTORS)
         # In other architectures the source reports such a tensor as unexpected.
-        if tensor is None or self._arch not in _LLAMA_ROWS:
+        if tensor is None or self._arch not in LLAMA_ROWS:
             return ()
         factors = self._read(_ROPE_FACTORS, (head_dim // 2,), torch.float32)
         if factors.is_meta or not bool((factors > 0).all()):
@@ -326,7 +307,7 @@ class GGUFFile:
 
     def _dtype(self) -> str:
         """The dtype of the stored matrices; bfloat16 for quantised ones."""
-        types = {t.tensor_type.name for t in self._tensors.values() if len(t.shape) > 1}
+        types = {t.kind.name for t in self._tensors.values() if len(t.shape) > 1}
         if types == {"F32"}:
             return "float32"
         return "float16" if types <= {"F16", "F32"} else "bfloat16"
@@ -351,18 +332,17 @@ class GGUFFile:
         If the stored shape is not `shape`, the result is a meta tensor of the stored shape.
         """
         tensor = self._tensors[name]
-        full = tuple(int(size) for size in reversed(tensor.shape))
-        if full != shape:
-            return torch.empty(full, device="meta")
+        if tensor.shape != shape:
+            return torch.empty(tensor.shape, device="meta")
         out = torch.empty(shape, dtype=dtype if len(shape) > 1 else torch.float32)
-        target, stored = out.view(-1, shape[-1]), tensor.data.reshape(-1, tensor.data.shape[-1])
+        target, stored = out.view(-1, shape[-1]), tensor.rows
         step = max(1, _ROWS_BYTES // (4 * shape[-1]))
         for start in range(0, len(stored), step):
             try:
-                rows = dequantize(stored[start : start + step], tensor.tensor_type)
+                rows = numbers(stored[start : start + step], tensor.kind)
             except NotImplementedError:
                 raise self._unreadable(name) from None
-            target[start : start + step] = torch.from_numpy(np.require(rows, requirements="W"))
+            target[start : start + step] = rows
         return out
 
     def _as_in_hugging_face(self, name: str, values: Tensor) -> Tensor:
@@ -388,145 +368,4 @@ class GGUFFile:
         of a head with row i of the second half.
         """
         heads = {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}
-        return heads.get(name.split(".")[-2], 0) if self._arch in _LLAMA_ROWS else 0
-
-
-def readable_types() -> list[str]:
-    """The names of the tensor types that the `gguf` package can dequantise."""
-    found = []
-    for kind, (_, num_bytes) in GGML_QUANT_SIZES.items():
-        try:
-            with np.errstate(all="ignore"):
-                dequantize(np.zeros((1, num_bytes), dtype=np.uint8), kind)
-        except NotImplementedError:
-            continue
-        found.append(kind.name)
-    return found
-
-
-class _Reader(GGUFReader):
-    """The `gguf` package's reader with limits for damaged files, and four times as fast."""
-
-    _is_in_array = False
-    _num_items = 0
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The reader takes millions of slices; a plain array makes them faster than a `memmap`.
-        super().__setattr__(name, np.asarray(value) if name == "data" else value)
-
-    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-        if count and offset >= len(self.data):  # with a wrong length the loop would hardly end
-            raise ValueError("it is shorter than its metadata says")
-        return super()._get(offset, dtype, count, override_order)
-
-    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type != GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
-        if self._is_in_array:
-            raise ValueError("it has an array of arrays, which no model needs")
-        # Each item takes 100 to 300 bytes of memory, however few bytes it has in the file.
-        self._num_items += int(self._get(orig_offs + 4, np.uint64)[0])
-        if self._num_items > _MAX_ITEMS:
-            raise ValueError(f"its arrays have more than {_MAX_ITEMS:,} items")
-        self._is_in_array = True
-        try:
-            return super()._get_field_parts(orig_offs, raw_type)
-        finally:
-            self._is_in_array = False
-
-    def _build_fields(self, offs: int, count: int) -> int:
-        self._check_count(count, "keys")
-        return super()._build_fields(offs, count)
-
-    def _build_tensor_info(self, offs: int, count: int) -> Any:
-        self._check_count(count, "tensors")
-        return super()._build_tensor_info(offs, count)
-
-    def _build_tensors(self, start_offs: int, fields: Any) -> None:
-        for field in fields:
-            self._check_tensor(int(start_offs), field)
-        super()._build_tensors(start_offs, fields)
-
-    def _check_tensor(self, start: int, field: Any) -> None:
-        """`ValueError` if a tensor's type or size cannot be; nothing is allocated before."""
-        name, dims, offset = field.name[:200], field.parts[3].tolist(), int(field.parts[5][0])
-        number = int(field.parts[4][0])
-        if number not in set(GGMLQuantizationType):
-            raise ValueError(
-                f"{name} is of the unknown type {number} (known are 0 to"
-                f" {max(GGMLQuantizationType)}, such as {', '.join(readable_types()[:4])})"
-            )
-        kind = GGMLQuantizationType(number)
-        block, size = GGML_QUANT_SIZES[kind]
-        what = f"{name} ({kind.name}, {' x '.join(str(each) for each in reversed(dims[:8]))})"
-        if not 1 <= len(dims) <= _MAX_DIMENSIONS or 0 in dims:
-            raise ValueError(f"{what} must have 1 to {_MAX_DIMENSIONS} dimensions, none of them 0")
-        if dims[0] % block:
-            raise ValueError(f"{what} must have rows of a multiple of {block} numbers")
-        end = start + offset + math.prod(dims) // block * size
-        if end > len(self.data):
-            raise ValueError(f"{what} ends at byte {end:,}, but the file has {len(self.data):,}")
-
-    def _check_count(self, count: int, what: str) -> None:
-        if count > _MAX_ENTRIES:
-            raise ValueError(
-                f"it announces {int(count):,} {what}; at most {_MAX_ENTRIES:,} are read"
-            )
-
-
-def _open(path: Path) -> tuple[dict[str, Any], dict[str, ReaderTensor]]:
-    """The metadata and the tensors by name; `LoadError` if the file cannot be read."""
-    try:
-        with path.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise LoadError(f"{path} cannot be read: {error.strerror}") from None
-    if magic != b"GGUF":
-        raise LoadError(f"{path} is not a GGUF file: it begins with {magic!r}, not b'GGUF'")
-    try:
-        reader = _Reader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:  # the package raises many kinds of errors on damaged files
-        problem = str(error) or type(error).__name__
-        raise LoadError(f"{path} is cut short or damaged: {problem:.300}") from None
-    if reader.byte_order != "I":
-        raise LoadError(f"{path} has another byte order than this machine")
-    return metadata, {tensor.name: tensor for tensor in reader.tensors}
-
-
-def _open_parts(
-    path: Path, metadata: dict[str, Any]
-) -> tuple[Path, dict[str, Any], dict[str, ReaderTensor]]:
-    """The first part, its metadata, and the tensors of all parts of a file; `path` is one of them.
-
-    The parts are beside it, as NAME-00001-of-00003.gguf.
-    """
-    name = SPLIT_NAME.fullmatch(path.name)
-    count = metadata["split.count"]
-    if not isinstance(count, int) or not 1 < count <= _MAX_PARTS:
-        raise LoadError(f"{path}: split.count = {count!r:.80} is not a number of parts")
-    if name is None or int(name[3]) != count:
-        raise LoadError(
-            f"{path} is one part of {count}, and its name is not that of a part: all parts must lie"
-            f" in one folder as NAME-00001-of-{count:05}.gguf and so on"
-        )
-    paths = [path.with_name(f"{name[1]}-{i + 1:05}-of-{name[3]}.gguf") for i in range(count)]
-    if absent := [part.name for part in paths if not part.is_file()]:
-        raise LoadError(f"{path} is one part of {count}; these are missing: {listing(absent)}")
-    first: dict[str, Any] = {}
-    tensors: dict[str, ReaderTensor] = {}
-    for i, part in enumerate(paths):
-        own, own_tensors = _open(part)
-        if (own.get("split.count"), own.get("split.no")) != (count, i):
-            raise LoadError(
-                f"{part} says that it is part {own.get('split.no')!r:.80} of"
-                f" {own.get('split.count')!r:.80}, counted from 0, not {i} of {count}"
-            )
-        if twice := sorted(tensors.keys() & own_tensors.keys()):
-            raise LoadError(f"{part} holds tensors that a part before holds: {listing(twice)}")
-        first = first or own
-        tensors |= own_tensors
-    if (announced := first.get("split.tensors.count")) not in (None, len(tensors)):
-        raise LoadError(f"{paths[0]} announces {announced!r:.80} tensors in all parts; there are"
-                        f" {len(tensors)}")  # fmt: skip
-    return paths[0], first, tensors
+        return heads.get(name.split(".")[-2], 0) if self._arch in LLAMA_ROWS else 0

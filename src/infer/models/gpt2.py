@@ -12,14 +12,14 @@ from torch import Tensor
 from infer.kernels.linear import Linear, make_linear
 from infer.models.decoder import output_head
 from infer.models.model import Attend
-from infer.models.model_config import ModelConfig
+from infer.models.model_config import LayerConfig, ModelConfig
 from infer.models.weights import WeightSource
 
 
 class _Norm:
     """LayerNorm: [T, E] → [T, E]."""
 
-    def __init__(self, config: ModelConfig, source: WeightSource, name: str) -> None:
+    def __init__(self, config: ModelConfig | LayerConfig, source: WeightSource, name: str) -> None:
         self.shape, self.eps = (config.hidden_size,), config.norm_eps
         self.weight = source.keep(f"{name}.weight", self.shape)
         self.bias = source.keep(f"{name}.bias", self.shape)
@@ -31,13 +31,12 @@ class _Norm:
 class _Layer:
     """One decoder layer: [T, E] → [T, E]."""
 
-    def __init__(self, index: int, config: ModelConfig, source: WeightSource, root: str) -> None:
-        self.index = index
-        self.config = config
-        prefix = f"{root}h.{index}."
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.norm_1 = _Norm(config, source, f"{prefix}ln_1")
-        self.norm_2 = _Norm(config, source, f"{prefix}ln_2")
+    def __init__(self, layer: LayerConfig, source: WeightSource, root: str) -> None:
+        self.layer = layer
+        prefix = f"{root}h.{layer.index}."
+        hidden, inner = layer.hidden_size, layer.intermediate_size
+        self.norm_1 = _Norm(layer, source, f"{prefix}ln_1")
+        self.norm_2 = _Norm(layer, source, f"{prefix}ln_2")
         self.qkv = _transposed(source, f"{prefix}attn.c_attn", hidden, 3 * hidden)
         self.o = _transposed(source, f"{prefix}attn.c_proj", hidden, hidden)
         self.up = _transposed(source, f"{prefix}mlp.c_fc", hidden, inner)
@@ -45,9 +44,9 @@ class _Layer:
         source.drop(f"{prefix}attn.bias", f"{prefix}attn.masked_bias")
 
     def __call__(self, x: Tensor, attend: Attend) -> Tensor:
-        shape = (-1, self.config.num_heads, self.config.head_dim)
+        shape = (-1, self.layer.num_heads, self.layer.head_dim)
         q, k, v = (part.reshape(shape) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
-        x = x + self.o(attend(self.index, q, k, v, None).reshape(x.shape))
+        x = x + self.o(attend(self.layer.index, q, k, v, None).reshape(x.shape))
         return x + self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh"))
 
 
@@ -61,7 +60,7 @@ class GPT2:
         hidden = config.hidden_size
         self.embedding = source.keep_embedding(f"{root}wte.weight", (config.vocab_size, hidden))
         self.positions = source.keep(f"{root}wpe.weight", (config.max_seq_len, hidden))
-        self.layers = [_Layer(i, config, source, root) for i in range(config.num_layers)]
+        self.layers = [_Layer(layer, source, root) for layer in config.layers()]
         self.norm = _Norm(config, source, f"{root}ln_f")
         self.lm_head = output_head(config, source, self.embedding, None)
 

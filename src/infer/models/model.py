@@ -2,7 +2,7 @@
 
 A model is a pure function of tokens, positions and a callable that computes attention; see
 `models.decoder` for an example. `build_model` imports the decoder that the registry names and
-checks that every tensor of the checkpoint was used.
+checks that every tensor of the checkpoint was used, and that its native stack is right.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from infer.kernels.linear import Linear
 from infer.kernels.rotary import QKRotation
 from infer.models.model_config import ModelConfig
 from infer.models.registry import find_architecture
+from infer.models.stack_check import check_stack
 from infer.models.weights import WeightSource
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, QKRotation | None], Tensor]
@@ -56,4 +57,5 @@ def build_model(config: ModelConfig, source: WeightSource, max_seq_len: int) -> 
         rehearsal.finish()
     model: Model = decoder(config, source, max_seq_len)
     source.finish()
+    check_stack(model, max_seq_len)
     return model

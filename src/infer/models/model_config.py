@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypedDict
 
 from infer.errors import LoadError
 from infer.files import MAX_CONFIG_BYTES, parse_json, read_text
@@ -55,6 +56,56 @@ class RopeConfig:
     """Divisor of each frequency, [D/2], as GGUF files store them; (): no division."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerConfig:
+    """What one decoder layer is; `ModelConfig.layer` derives it.
+
+    The decoder, the KV cache, attention, the native stack of layers and `infer.cells` read a
+    layer's properties here, so a property that differs from layer to layer is written once. The
+    layer's mixer is attention.
+    """
+
+    index: int
+    """Index of the layer."""
+    hidden_size: int
+    """Size of the hidden states, E."""
+    intermediate_size: int
+    """Size of the MLP's inner layer."""
+    num_heads: int
+    """Number of query heads, H."""
+    num_kv_heads: int
+    """Number of key/value heads, G."""
+    head_dim: int
+    """Size of a head, D."""
+    norm_eps: float
+    """Epsilon of the layer's norms, those of its heads included."""
+    attention_scale: float
+    """Factor of attention scores."""
+    window: int | None
+    """Sliding window in positions, a query's own included; None: the layer sees all positions."""
+    rope: RopeConfig | None
+    """Rotation of queries and keys; None: they are not rotated."""
+    qkv_bias: bool
+    """Whether the q, k and v projections have biases."""
+    o_bias: bool
+    """Whether attention's output projection has a bias."""
+    mlp_bias: bool
+    """Whether the MLP's projections have biases."""
+    qk_norm: bool
+    """Whether each query and key head is normalised with RMSNorm."""
+
+
+class AttentionArguments(TypedDict):
+    """What an attention backend is made from, beside the caches."""
+
+    num_heads: int
+    """Number of query heads, H."""
+    scale: float
+    """Factor of attention scores."""
+    windows: list[int | None]
+    """Sliding window of each layer; None: all positions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape and the options of a decoder-only transformer."""
@@ -80,7 +131,7 @@ class ModelConfig:
     norm_eps: float
     """Epsilon of RMSNorm or LayerNorm."""
     rope: RopeConfig = RopeConfig()
-    """Rotary position embedding; of the global layers where `local_rope` is set."""
+    """Rotary position embedding; of all layers unless `ropes` is set."""
     tie_embeddings: bool
     """Whether the output head uses the embedding's weight."""
     dtype: str
@@ -100,19 +151,65 @@ class ModelConfig:
     """
     query_scale: float | None = None
     """Factor of attention scores; None: 1/√head_dim."""
-    local_rope: RopeConfig | None = None
-    """RoPE of the layers that have a window; None: `rope`."""
+    ropes: tuple[RopeConfig | None, ...] = ()
+    """RoPE of each layer; None: the layer's queries and keys are not rotated. (): `rope`."""
     final_softcap: float | None = None
     """Cap c of the logits, which become c · tanh(logits / c); None: no cap."""
 
-    @property
-    def attention_scale(self) -> float:
-        """Factor of attention scores."""
-        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+    def layer(self, index: int) -> LayerConfig:
+        """What the layer `index` is."""
+        scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+        return LayerConfig(
+            index=index,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            norm_eps=self.norm_eps,
+            attention_scale=scale,
+            window=self.windows[index] if self.windows else None,
+            rope=self.ropes[index] if self.ropes else self.rope,
+            qkv_bias=self.qkv_bias,
+            o_bias=self.o_bias,
+            mlp_bias=self.mlp_bias,
+            qk_norm=self.qk_norm,
+        )
 
-    def window(self, layer: int) -> int | None:
-        """The sliding window of a layer, in positions; None: the layer sees all positions."""
-        return self.windows[layer] if self.windows else None
+    def layers(self) -> list[LayerConfig]:
+        """What each layer is."""
+        return [self.layer(index) for index in range(self.num_layers)]
+
+    def attention(self) -> AttentionArguments:
+        """The arguments of an attention backend, which takes one shape of heads for all layers.
+
+        Raises `LoadError` if layers differ in the shape of their heads or in the scale.
+        """
+        layers = self.layers()
+        for name in ("num_heads", "num_kv_heads", "head_dim", "attention_scale"):
+            values = {getattr(layer, name) for layer in layers}
+            if len(values) > 1:
+                listed = ", ".join(str(value) for value in sorted(values))
+                raise LoadError(
+                    f"{self.architecture}: layers differ in {name} ({listed}); attention is"
+                    " computed for layers that have the same"
+                )
+        return {
+            "num_heads": layers[0].num_heads,
+            "scale": layers[0].attention_scale,
+            "windows": [layer.window for layer in layers],
+        }
+
+
+_SAME: Mapping[str, str] = MappingProxyType(
+    {
+        "swish": "silu",
+        **dict.fromkeys(("torch.bfloat16", "bf16"), "bfloat16"),
+        **dict.fromkeys(("torch.float16", "fp16", "f16", "half", "torch.half"), "float16"),
+        **dict.fromkeys(("torch.float32", "fp32", "f32", "float", "torch.float"), "float32"),
+    }
+)
+"""other names of a value, each with the usual one"""
 
 
 class ConfigReader:
@@ -143,6 +240,8 @@ class ConfigReader:
                 return 1
             return default
         wanted = kind if isinstance(kind, tuple) else (kind,)
+        if float not in wanted and isinstance(value, float) and value.is_integer():
+            value = int(value)  # JavaScript, R and Lua write 8.0 for 8
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
             names = " or ".join(k.__name__ for k in wanted)
             self.problems.append(f"{name} must be {names}, not {value!r:.80}")
@@ -174,6 +273,9 @@ class ConfigReader:
         value = self.raw.get(name, default)
         if value is None:
             value = default
+        if isinstance(value, str):
+            value = value.strip().lower()
+            value = _SAME.get(value, value)
         if value not in supported:
             known = ", ".join(repr(v) for v in supported)
             self.problems.append(f"{name}={value!r:.80} is not supported (supported: {known})")

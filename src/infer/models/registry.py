@@ -66,6 +66,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
+MODEL_TYPES: Mapping[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gpt2": "GPT2LMHeadModel",
+}
+"""The architecture that a config without `architectures` means, by its `model_type`."""
+
+
 def find_architecture(name: str) -> Architecture:
     """The row of an architecture; an unknown name is a `LoadError` that lists the known ones."""
     if name not in ARCHITECTURES:
@@ -88,12 +100,18 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     `LoadError` lists everything in it that is wrong or not supported, after the prefix `where`.
     """
     names = raw.get("architectures")
+    if isinstance(names, str):
+        names = [names]
+    if not names and isinstance(kind := raw.get("model_type"), str) and kind in MODEL_TYPES:
+        names = [MODEL_TYPES[kind]]
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise LoadError(f"{where}: architectures must name one architecture, not {names!r:.200}")
-    row = find_architecture(names[0])
+    name = names[0].strip()
+    name = next((each for each in ARCHITECTURES if each.lower() == name.lower()), name)
+    row = find_architecture(name)
     reader = ConfigReader(raw, where)
-    if raw.get("quantization_config") is not None:
+    if raw.get("quantization_config"):
         reader.problems.append("quantization_config: quantised checkpoints are not supported")
-    config = row.read(names[0], reader)
+    config = row.read(name, reader)
     reader.finish()
     return config

@@ -1,8 +1,8 @@
-"""Frequencies of rotary position embedding, and the table of their cosines and sines.
+"""Frequencies of rotary position embedding, and the tables of their cosines and sines.
 
-A model makes its `RopeTable` once. Each step takes the rows of its positions from the table once,
-and every layer uses them. `kernels.rotary` rotates the heads. RoPE: Su et al. 2021,
-arXiv:2104.09864.
+A model makes its `RopeTables` once, which know the RoPE of each layer. Each step takes the rows of
+its positions from each distinct table once, and every layer uses its own. `kernels.rotary` rotates
+the heads. RoPE: Su et al. 2021, arXiv:2104.09864.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import math
 import torch
 from torch import Tensor
 
-from infer.models.model_config import RopeConfig
+from infer.kernels.rotary import Angles
+from infer.models.model_config import ModelConfig, RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
@@ -75,6 +76,27 @@ class RopeTable:
         self._cos = (angles.cos() * config.attention_factor).to(device)
         self._sin = (angles.sin() * config.attention_factor).to(device)
 
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, positions: Tensor) -> Angles:
         """Cosines and sines, [T, D/2] each, float32, of the positions [T]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+
+class RopeTables:
+    """The `RopeTable` of each layer of a model; layers with the same RoPE share theirs."""
+
+    def __init__(self, config: ModelConfig, max_seq_len: int, device: torch.device) -> None:
+        """`max_seq_len`: number of positions."""
+        self._of_layer = [
+            None if layer.rope is None else (layer.rope, layer.head_dim)
+            for layer in config.layers()
+        ]
+        self._tables = {
+            kind: RopeTable(*kind, max_seq_len, device)
+            for kind in dict.fromkeys(self._of_layer)
+            if kind is not None
+        }
+
+    def at(self, positions: Tensor) -> list[Angles | None]:
+        """The angles of the positions [T] in each layer; None: the layer does not rotate."""
+        angles = {kind: table.at(positions) for kind, table in self._tables.items()}
+        return [None if kind is None else angles[kind] for kind in self._of_layer]

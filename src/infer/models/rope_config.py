@@ -40,7 +40,9 @@ def read_rope(reader: ConfigReader, *, max_position: int) -> RopeConfig:
     if not isinstance(spec, Mapping):
         reader.problems.append(f"rope_scaling must be an object, not {spec!r:.80}")
         spec = {}
-    theta = raw.get("rope_theta", spec.get("rope_theta", 10000.0))
+    theta = next(
+        (each["rope_theta"] for each in (raw, spec) if each.get("rope_theta") is not None), 10000.0
+    )
     return read_rope_spec(reader, spec, theta, max_position=max_position)
 
 
@@ -48,7 +50,8 @@ def read_rope_spec(
     reader: ConfigReader, spec: Mapping[str, Any], theta: Any, *, max_position: int
 ) -> RopeConfig:
     """The RoPE that one specification `{"rope_type": …, "factor": …}` describes."""
-    kind = spec.get("rope_type", spec.get("type", "default"))
+    kind = spec.get("rope_type") or spec.get("type") or "default"
+    kind = kind.strip().lower() if isinstance(kind, str) else kind
     if kind not in KINDS:
         reader.problems.append(
             f"rope_scaling type {kind!r:.80} is not supported (supported: {', '.join(KINDS)})"

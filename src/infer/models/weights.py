@@ -10,6 +10,8 @@ memory-mapped and a tensor is converted when it is taken, so no weight is in mem
 from __future__ import annotations
 
 import mmap
+import os
+import re
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +31,7 @@ from infer.models.model_config import load_json
 
 SINGLE_FILE = "model.safetensors"
 """Name of the file of a checkpoint that has only one."""
+_SHARD = re.compile(r"(.+-)\d{5}-of-(\d{5})\.safetensors")
 INDEX_FILE = "model.safetensors.index.json"
 """Name of the file that maps tensor names to files, in a checkpoint of several files."""
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
@@ -228,7 +231,9 @@ def listing(names: Sequence[str]) -> str:
 
 def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> WeightSource:
     """A source of the tensors in the safetensors files of `folder`; `LoadError` if it has none."""
-    files = _files_of_names(folder)
+    found = _files_of_names(folder)
+    stored_names = _stored_names(found)
+    files = {name: found[stored_name] for name, stored_name in stored_names.items()}
     opened: dict[str, Any] = {}
     # The weights of a fused layer are read one after the other and then used together. So the
     # pages of the last four tensors stay in memory.
@@ -242,7 +247,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> W
 
     def stored(name: str) -> Tensor:
         try:
-            part = file_of(name).get_slice(name)
+            part = file_of(name).get_slice(stored_names[name])
         except SafetensorError as error:
             raise LoadError(f"{folder / files[name]}: cannot read {name} ({error})") from None
         # `take` checks the dtype when the values are read; here only the shape matters.
@@ -253,7 +258,7 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> W
         if len(recent) >= 4:
             _release_pages(recent.popleft())
         try:
-            tensor: Tensor = file_of(name).get_tensor(name)
+            tensor: Tensor = file_of(name).get_tensor(stored_names[name])
         except SafetensorError as error:
             raise LoadError(f"{folder / file}: cannot read {name} ({error})") from None
         recent.append(tensor)
@@ -262,6 +267,30 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> W
     # Old checkpoints store RoPE's frequencies as a buffer. They follow from the config.
     names = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
     return WeightSource(names, read, dtype=dtype, device=device, stored=stored)
+
+
+_WRAPPERS = ("module.", "_orig_mod.", "base_model.model.", "language_model.")
+"""Prefixes that tools put before all names of a model."""
+
+
+def _stored_names(names: Iterable[str]) -> dict[str, str]:
+    """The usual names of a checkpoint's tensors, each with the name that the files have.
+
+    A prefix that all names have is left out; a decoder that was saved without its head lacks the
+    usual `model.`.
+    """
+    usual = {name: name for name in names}
+    while prefix := next(
+        (each for each in _WRAPPERS if usual and all(name.startswith(each) for name in usual)), None
+    ):
+        usual = {name.removeprefix(prefix): stored for name, stored in usual.items()}
+    if "embed_tokens.weight" in usual:
+        heads = ("lm_head.", "model.")
+        usual = {
+            name if name.startswith(heads) else f"model.{name}": stored
+            for name, stored in usual.items()
+        }
+    return usual
 
 
 def _release_pages(tensor: Tensor) -> None:
@@ -283,16 +312,19 @@ def _files_of_names(folder: Path) -> Mapping[str, str]:
         values = list(weight_map.values())
         if wrong := [file for file in values if not isinstance(file, str)]:
             raise LoadError(f"{index}: weight_map must map to names of files, not {wrong[0]!r:.80}")
-        files = sorted(set(values))
-        if outside := next((f for f in files if Path(f).name != f or len(f) > 255), None):
-            raise LoadError(f"{index}: {outside!r:.80} is not the name of a file in this folder")
-        absent = [file for file in files if not (folder / file).is_file()]
-        if absent:
+        files = {file: _in_folder(folder, file) for file in sorted(set(values))}
+        if None not in files.values():
+            return {name: str(files[file]) for name, file in weight_map.items()}
+        if not (folder / SINGLE_FILE).is_file():  # else the index is of shards that were joined
+            if outside := next((f for f in files if Path(f).name != f or len(f) > 255), None):
+                found = f"{outside!r:.80} is not the name of a file in this folder"
+                raise LoadError(f"{index}: {found}")
+            absent = [file for file, name in files.items() if name is None]
             raise LoadError(f"{index} names files that are not there: {listing(absent)}")
-        return dict(weight_map)
-    single = folder / SINGLE_FILE
-    if single.is_file():
-        return dict.fromkeys(_open(single).keys(), SINGLE_FILE)
+    for names in ([SINGLE_FILE], _shards(folder)):
+        if names and all((folder / name).is_file() for name in names):
+            opened = ((name, _open(folder / name)) for name in names)
+            return {key: name for name, file in opened for key in file.keys()}  # noqa: SIM118
     pickles = [name for name in _PICKLES if (folder / name).exists()]
     if pickles:
         raise LoadError(
@@ -303,7 +335,33 @@ def _files_of_names(folder: Path) -> Mapping[str, str]:
     raise LoadError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
 
 
+def _in_folder(folder: Path, file: str) -> str | None:
+    """The name of a file of the folder that an index names, perhaps with the folders where it was
+    written; None if there is none."""
+    name = re.split(r"[\\/]", file)[-1]
+    is_there = 0 < len(name) <= 255 and "\0" not in name and (folder / name).is_file()
+    return name if is_there else None
+
+
+def _shards(folder: Path) -> list[str]:
+    """The files of a checkpoint without an index: all parts of one, or its only file."""
+    found = sorted(file.name for file in folder.glob("*.safetensors"))
+    parts = [each for name in found if (each := _SHARD.fullmatch(name))]
+    if parts:
+        return [
+            f"{parts[0][1]}{i + 1:05}-of-{parts[0][2]}.safetensors" for i in range(int(parts[0][2]))
+        ]
+    return found if len(found) == 1 and not found[0].startswith("adapter") else []
+
+
 def _open(path: Path) -> Any:
+    try:
+        os.fsencode(path).decode("utf-8")
+    except UnicodeDecodeError:
+        raise LoadError(
+            f"{path}: the path is not UTF-8, and the safetensors library takes no other; rename the"
+            " folder"
+        ) from None
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

@@ -261,7 +261,7 @@ class DeviceRunner:
         self, plan: Plan, sampling: list[Sequence], begun: torch.cuda.Event | None = None
     ) -> _SentStep:
         """Write a step, record the event `begun`, and start copying the step to the device."""
-        num_tokens = sum([chunk.num_tokens for chunk in plan])
+        num_tokens = sum(chunk.num_tokens for chunk in plan)
         decode = num_tokens == len(plan) == len(sampling) and self.backend.decodes
         layout = self._choose(num_tokens, len(sampling), decode)
         host = self.buffers.next_half(layout)

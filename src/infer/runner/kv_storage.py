@@ -46,11 +46,15 @@ class KVStorage:
         device: torch.device,
     ) -> None:
         """`num_pages` includes page 0. `page_size`: cells of a page."""
-        width = cell_bytes(config.head_dim, dtype) // dtype.itemsize
-        shape = (num_pages, page_size, config.num_kv_heads, width)
-        layers = range(config.num_layers)
-        self.keys = [_zeros(shape, dtype, device) for _ in layers]
-        self.values = [_zeros(shape, dtype, device) for _ in layers]
+        shapes = [
+            (
+                *(num_pages, page_size, layer.num_kv_heads),
+                cell_bytes(layer.head_dim, dtype) // dtype.itemsize,
+            )
+            for layer in config.layers()
+        ]
+        self.keys = [_zeros(shape, dtype, device) for shape in shapes]
+        self.values = [_zeros(shape, dtype, device) for shape in shapes]
         self.preparing: BackgroundThread | None = None
         if device.type == "cpu" and sys.platform == "linux":
             stopping = threading.Event()

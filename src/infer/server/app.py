@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar
 from starlette.applications import Starlette
 from starlette.datastructures import State
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -33,6 +32,7 @@ from infer.server.fronts import AskingFronts, FrontDesk, SeveralFronts
 from infer.server.generation import GenerationPipeline
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
+from infer.server.http.cross_origin import AllowedOrigins
 from infer.server.http.error_responses import HttpError, RequestBoundary, error_handlers, pass_on
 from infer.server.http.hosts import HostGuard
 from infer.server.observe.logs import log_batch, log_request
@@ -57,6 +57,7 @@ from infer.server.tenancy.limits import AuthMiddleware, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
 from infer.server.ui.page import Page, PageLayer
 from infer.server.viewers import EngineViewers
+from infer.text.untrusted.workers import Steps
 
 W = TypeVar("W", bound=Body)
 
@@ -95,8 +96,7 @@ class Endpoints:
         self._engine = engine
         self._offload = offload
         self._settings = settings
-        ignores_unknown = settings.unknown_params == "ignore"
-        self._bodies = BodyReader(offload, engine.model_name, ignores_unknown=ignores_unknown)
+        self._bodies = BodyReader(offload, engine.model_name)
         self.traces = RequestTraces(engine, settings.limits)
         self.traces.on_batch_end.append(partial(log_batch, engine.model_name))
         if settings.tracing:
@@ -138,12 +138,14 @@ class Endpoints:
             return await self._of_all(http, self._fronts.requests(tenant_of(http.scope).sight))
         return listed([self.traces], http)
 
+    @takes(refuses=(409,))
     async def request(self, http: HttpRequest) -> Response:
-        """The trace of one: what it waited for, and why."""
+        """The trace of one, by its id or its client's X-Request-Id: what it waited for, and why."""
         if self._fronts is not None:
             return await self._of_one(http, self._fronts, "request")
         return shown([self.traces], http)
 
+    @takes(refuses=(409,))
     async def cancel(self, http: HttpRequest) -> Response:
         """End one."""
         if self._fronts is not None:
@@ -190,7 +192,7 @@ class Endpoints:
         http: HttpRequest,
         body: dict[str, Any],
         model: type[W],
-        work: Callable[[W], dict[str, Any]],
+        work: Callable[[W], Steps[dict[str, Any]]],
     ) -> Response:
         """Answer a body with what `work` makes of it. It counts towards the key's tokens, by the
         size of the body."""
@@ -200,17 +202,21 @@ class Endpoints:
         await tenant.ask_for_chars(num_bytes, context)
         tenant.charge_chars(num_bytes, context)
         heavy = isinstance(wire, ChatBody) and wire.is_heavy
-        fields = await self._offload.run(http, work, wire, heavy=heavy)
+        fields = await self._offload.run_steps(http, work, wire, heavy=heavy)
+        if isinstance(wire, ChatBody):
+            context.headers += wire.answer_headers
         num_ids = len(fields.get("token_ids", fields.get("tokens", ())))
         num_bytes = len(fields.get("prompt", "")) + _BYTES_AN_ID * num_ids
         return await self._offload.render(http, num_bytes, json_response, fields)
 
-    def _rendered(self, wire: ChatBody) -> dict[str, Any]:
-        prompt, ids = rendered_chat(self._engine, wire)
+    def _rendered(self, wire: ChatBody) -> Steps[dict[str, Any]]:
+        prompt, ids = yield from rendered_chat(self._engine, wire)
         size = self._engine.max_seq_len
-        return {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
+        fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
+        return fields | wire.dropped.usage
 
-    def _tokenized(self, wire: TokenizeBody) -> dict[str, Any]:
+    def _tokenized(self, wire: TokenizeBody) -> Steps[dict[str, Any]]:
+        yield from ()
         ids = self._engine.tokenizer.encode(
             wire.prompt,
             add_special_tokens=wire.add_special_tokens,
@@ -218,8 +224,8 @@ class Endpoints:
         )
         return self._tokens(ids, wire.return_token_strs)
 
-    def _tokenized_chat(self, wire: TokenizeChatBody) -> dict[str, Any]:
-        ids = self._engine.render_chat(plain_messages(wire), **wire.template_arguments)
+    def _tokenized_chat(self, wire: TokenizeChatBody) -> Steps[dict[str, Any]]:
+        ids = yield from self._engine.render_chat(plain_messages(wire), **wire.template_arguments)
         return self._tokens(ids, wire.return_token_strs)
 
     def _tokens(self, ids: list[int], has_pieces: bool) -> dict[str, Any]:
@@ -227,7 +233,8 @@ class Endpoints:
         size = self._engine.max_seq_len
         return {"count": len(ids), "max_model_len": size, "tokens": ids, "token_strs": pieces}
 
-    def _detokenized(self, wire: DetokenizeBody) -> dict[str, Any]:
+    def _detokenized(self, wire: DetokenizeBody) -> Steps[dict[str, Any]]:
+        yield from ()
         size = self._engine.vocab_size
         for token_id in wire.tokens:
             if not 0 <= token_id < size:
@@ -268,6 +275,7 @@ class Endpoints:
             "created": self._started,
             "owned_by": "infer",
             "max_model_len": self._engine.max_seq_len,
+            "sampling_defaults": self._engine.sampling_defaults.as_dict(),
         }
 
     async def health(self, _: HttpRequest) -> Response:
@@ -312,7 +320,14 @@ class Endpoints:
         return Response(self._document, media_type="application/json")
 
     def _made_document(self, routes: Sequence[BaseRoute]) -> bytes:
-        return render(document(routes, has_keys=self._settings.api_keys is not None))
+        return render(
+            document(
+                routes,
+                has_keys=self._settings.api_keys is not None,
+                refuses_unknown=self._settings.unknown_params == "refuse",
+                defaults=self._engine.sampling_defaults,
+            )
+        )
 
     def routes(self) -> list[BaseRoute]:
         """The routes of all endpoints but those that generate."""
@@ -355,6 +370,7 @@ def layers(
             on_end=(*on_end, log_request),
             model=model,
             id_prefix=fronts.tag if fronts else "",
+            ignores_unknown=settings.unknown_params == "ignore",
         )
     ]
     found.append(
@@ -366,15 +382,7 @@ def layers(
         )
     )
     if settings.origins:
-        found.append(
-            Middleware(
-                CORSMiddleware,
-                allow_origins=settings.origins,
-                allow_methods=["GET", "POST", "PATCH", "DELETE"],
-                allow_headers=["authorization", "content-type", "x-api-key", "x-request-id"],
-                expose_headers=["x-request-id", "x-warning", "retry-after"],
-            )
-        )
+        found.append(Middleware(AllowedOrigins, origins=settings.origins))
     if page is not None:
         found.append(Middleware(PageLayer, page=page))
     keys = Keys(Path(settings.api_keys)) if settings.api_keys else None

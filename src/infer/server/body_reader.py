@@ -17,11 +17,9 @@ W = TypeVar("W", bound=Body)
 class BodyReader:
     """See the module's docstring."""
 
-    def __init__(self, offload: Offload, model_name: str, *, ignores_unknown: bool) -> None:
-        """`ignores_unknown`: unknown fields are named in a header of the answer, not refused."""
+    def __init__(self, offload: Offload, model_name: str) -> None:
         self._offload = offload
         self._model_name = model_name
-        self._ignores_unknown = ignores_unknown
 
     async def read_object(self, http: HttpRequest) -> dict[str, Any]:
         """The JSON object that the body is; see `Offload.read_object`."""
@@ -33,8 +31,7 @@ class BodyReader:
         return await self._offload.run(http, self._validated, http, model, body)
 
     def _validated(self, http: HttpRequest, model: type[W], body: dict[str, Any]) -> W:
-        ignored = http.scope[IGNORED] if self._ignores_unknown else None
-        wire = schema_base.read(model, body, ignored)
+        wire = schema_base.read(model, body, http.scope[IGNORED])
         if wire.model not in (None, self._model_name):  # there is one: its name may be left out
             message = f"there is no such model here; this server has {self._model_name!r}"
             status = model.unknown_model_status

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import DeadlineError, EngineError
 from infer.server.http.error_responses import HttpError
 from infer.server.openai.schema import Body
+from infer.server.openai.schema_base import WHOLE
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ class ComparisonBody(Body):
     """`POST /v1/engine/comparisons`."""
 
     workload: Literal["mixed", "equal", "long_tail"] = "mixed"
-    seats: int = Field(default=8, ge=1, le=64)
-    num_requests: int = Field(default=64, ge=1, le=128)
+    seats: Annotated[int, Field(ge=1, le=64), WHOLE] = 8
+    num_requests: Annotated[int, Field(ge=1, le=128), WHOLE] = 64
 
 
 class Comparisons:
@@ -70,6 +71,7 @@ class Comparisons:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # the end of a terminal ends the server, and that ends this
         )
         assert process.stdout is not None
         answer = bytearray()

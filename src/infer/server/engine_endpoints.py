@@ -45,8 +45,9 @@ class EngineEndpoints:
         if http.method == "HEAD":
             return Response(headers={name.decode(): it.decode() for name, it in STREAM_HEADERS})
         tenant = tenant_of(http.scope)
-        viewer = self._viewers.join(tenant.sight, tenant.key.id)
         context = RequestContext.of(http.scope)
+        address = (context.client or "").rpartition(":")[0]
+        viewer = self._viewers.join(tenant.sight, tenant.key.id, address)
         context.cleanup.callback(self._viewers.leave, viewer)
         context.on_revoked = lambda: viewer.end("key_revoked")
         return _Watching(viewer)

@@ -9,8 +9,9 @@ see was decided by the front that authenticated it, and is part of the question.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
@@ -21,9 +22,10 @@ from infer.errors import OverloadedError
 from infer.server.http.error_responses import HttpError
 from infer.server.observe.metrics import Metrics, text_of
 from infer.server.observe.request_trace import (
+    RequestNotFoundError,
     RequestTraces,
     cancel_answer,
-    not_found,
+    several_run,
     summary,
     view,
 )
@@ -44,11 +46,12 @@ MAX_LISTED_OF_FRONT = 256
 class FrontQuestion(msgspec.Struct, array_like=True, frozen=True):
     """What a front asks others."""
 
-    kind: Literal["requests", "request", "cancel", "stats", "metrics"]
+    kind: Literal["requests", "request", "cancel", "named", "stats", "metrics"]
+    """`named`: the requests that a client's `x-request-id` may mean"""
     tag: str = ""
     """tag of the front that is asked; empty = all"""
     name: str = ""
-    """id of a request"""
+    """id of a request; for `named` that of the client"""
     sight: str | None = None
     """id of the key whose requests the caller may see; None = those of all keys"""
 
@@ -64,6 +67,8 @@ class FrontAnswer(msgspec.Struct, array_like=True, frozen=True):
     """for `metrics`"""
 
 
+_MADE_HERE = re.compile(r"(?:[a-z]+-)?[0-9a-f]{32}")
+"""form of the ids that fronts make"""
 _encode = msgspec.msgpack.Encoder().encode
 _decode_question = msgspec.msgpack.Decoder(FrontQuestion).decode
 _decode_answer = msgspec.msgpack.Decoder(FrontAnswer).decode
@@ -122,10 +127,12 @@ class FrontDesk:
         if asked.kind == "requests":
             traces = zip(range(MAX_LISTED_OF_FRONT), self._traces.all(asked.sight), strict=False)
             return FrontAnswer(True, [summary(trace) for _, trace in traces])
-        try:
-            trace = self._traces.find(asked.name, asked.sight)
-        except HttpError:
+        found = self._traces.named(asked.name, asked.sight)
+        if asked.kind == "named":
+            return FrontAnswer(True, [summary(trace) for trace in found[:MAX_LISTED_OF_FRONT]])
+        if not found or asked.name not in (found[0].id, found[0].context.id):
             return FrontAnswer()
+        (trace,) = found
         if asked.kind == "request":
             return FrontAnswer(True, view(trace))
         return FrontAnswer(True, cancel_answer(trace, self._traces.cancel(trace)))
@@ -183,7 +190,32 @@ class AskingFronts:
         self, kind: Literal["request", "cancel"], name: str, sight: str | None
     ) -> dict[str, Any]:
         """The trace of a request, or what has become of its cancelling. Raises `HttpError`: 404 if
-        no front has it, 503 if its front does not answer."""
+        no front has it, 409 if it is the client's name of several that run, 503 if its front does
+        not answer."""
+        if _MADE_HERE.fullmatch(name):
+            with suppress(RequestNotFoundError):  # a client's name may look the same
+                return await self._one(kind, name, sight)
+        return await self._one(kind, await self._meant(name, sight), sight)
+
+    async def _meant(self, name: str, sight: str | None) -> str:
+        """The id of the request that a client's name means; see `the_one`."""
+        asked = FrontQuestion("named", name=name, sight=sight)
+        answers, missing = await self._ask(asked)
+        answers[self._fronts.name] = self._desk.answer(asked)
+        found = [each for answer in answers.values() for each in answer.fields or ()]
+        found.sort(key=_newest_first)
+        running = [each["id"] for each in found if each["total_ms"] is None]
+        if len(running) > 1:
+            raise several_run(running)
+        if found:
+            return str(found[0]["id"])
+        if missing:
+            raise _silent(f"{missing[0]}, which may have this request,")
+        raise RequestNotFoundError
+
+    async def _one(
+        self, kind: Literal["request", "cancel"], name: str, sight: str | None
+    ) -> dict[str, Any]:
         tag = name.rpartition("-")[2][: len(self._fronts.tag)]
         asked = FrontQuestion(kind, tag, name, sight)
         if tag == self._fronts.tag:
@@ -191,8 +223,7 @@ class AskingFronts:
         answers, missing = await self._ask(asked)
         for front in missing:
             if tag_of(front) == tag:
-                message = f"{front}, where this request was made, does not answer"
-                raise HttpError(503, message, code="front_unavailable", type="server_error")
+                raise _silent(f"{front}, where this request was made,")
         own = (answer for front, answer in answers.items() if tag_of(front) == tag)
         return _found(next(own, FrontAnswer()))
 
@@ -217,9 +248,14 @@ class AskingFronts:
         return ("\n".join([*_labelled(texts), *up]) + "\n").encode()
 
 
+def _silent(front: str) -> HttpError:
+    message = f"{front} does not answer"
+    return HttpError(503, message, code="front_unavailable", type="server_error")
+
+
 def _found(answer: FrontAnswer) -> dict[str, Any]:
     if not answer.is_found:
-        raise not_found()
+        raise RequestNotFoundError
     fields: dict[str, Any] = answer.fields
     return fields
 

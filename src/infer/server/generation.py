@@ -33,6 +33,7 @@ from infer.server.sessions.routes import SessionRoutes, SessionTurn
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.limits import revoked, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
+from infer.text.untrusted.workers import Steps
 from infer.types import Request
 
 REFUSES = (429, 499, 504)
@@ -142,16 +143,17 @@ class GenerationCall(Generic[B]):
                 yield Places(waiting, reservation)
 
     async def _to_engine(self, wire: B) -> Prepared:
-        """The engine's requests and the answer to them; in a thread where that takes long."""
+        """The engine's requests and the answer to them; in threads where that takes long."""
         offload = self._pipeline.offload
-        prepared = await offload.run(self._http, self._prepare, wire, heavy=wire.is_heavy)
+        prepared = await offload.run_steps(self._http, self._prepare, wire, heavy=wire.is_heavy)
         if prepared.answer.warning is not None:
             self._context.headers.append(("x-warning", prepared.answer.warning))
+        self._context.headers += wire.answer_headers
         return prepared
 
-    def _prepare(self, wire: B) -> Prepared:
+    def _prepare(self, wire: B) -> Steps[Prepared]:
         engine, api, tenant = self._pipeline.engine, self._api, self._tenant
-        requests = api.make_requests(engine, wire, self._answer_id)
+        requests = yield from api.make_requests(engine, wire, self._answer_id)
         requests = self._pipeline.prefixes.owned(requests, tenant.key)
         requests = tenant.fitted(requests, is_open_ended=wire.is_open_ended)
         on_message = self._turn.add if self._turn else None

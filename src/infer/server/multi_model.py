@@ -80,6 +80,9 @@ class _Model:
     app: Starlette | None = None
     used_s: float = 0.0
     refused_until_s: float = 0.0
+    reason: str = ""
+    """Why it could not be loaded, without the folders of this machine; "" where it could or was not
+    tried."""
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """The lock that loading and unloading hold."""
 
@@ -89,7 +92,11 @@ class _Model:
             return "loaded" if self.engine.is_ready else "restarting"
         if self.changing.locked():
             return "loading"
-        return "failed" if time.monotonic() < self.refused_until_s else "unloaded"
+        return "failed" if self.reason else "unloaded"
+
+    def not_loaded(self) -> EngineDeadError:
+        """The error of a request for a model that could not be loaded."""
+        return EngineDeadError(f"the model {self.name!r} could not be loaded: {self.reason}")
 
 
 class _Loader:
@@ -162,6 +169,15 @@ class ModelRouter:
         return ", ".join(self._models)
 
     @property
+    def announcement(self) -> tuple[str, str]:
+        """The names of what is served, and what the start says of the others, with the reasons."""
+        failed = [
+            f"{model.name} ({model.reason})" for model in self._models.values() if model.reason
+        ]
+        served = ", ".join(model.name for model in self._models.values() if not model.reason)
+        return served, "".join(f"; not {each}" for each in failed)
+
+    @property
     def num_open(self) -> int:
         """The number of requests that run in all engines."""
         return sum(engine.num_open for engine in self.engines())
@@ -202,6 +218,7 @@ class ModelRouter:
     def _note_failure(self, model: _Model, error: LoadError) -> None:
         log.error("the model %r cannot be loaded: %s", model.name, error)
         model.refused_until_s = time.monotonic() + self._limits.retry_load_s
+        model.reason = public_reason(error)
 
     async def _app_of(self, model: _Model) -> Starlette:
         model.used_s = time.monotonic()
@@ -218,7 +235,7 @@ class ModelRouter:
         if self._draining:
             raise EngineDeadError("the server is shutting down")
         if time.monotonic() < model.refused_until_s:
-            raise EngineDeadError(f"the model {model.name!r} could not be loaded")
+            raise model.not_loaded()
         loading = asyncio.wrap_future(self._loader.submit(model.launch))
         ending = asyncio.create_task(self._ending.wait())
         try:
@@ -229,7 +246,7 @@ class ModelRouter:
             engine = loading.result()
         except LoadError as error:
             self._note_failure(model, error)
-            raise EngineDeadError(f"the model {model.name!r} could not be loaded") from None
+            raise model.not_loaded() from None
         finally:
             ending.cancel()
             if not loading.done():
@@ -238,10 +255,13 @@ class ModelRouter:
 
     async def _begin(self, model: _Model, engine: AsyncLLM) -> None:
         engine.model_name = model.name
+        # In a thread: an app renders the public prefixes with the model's chat template.
+        app = await asyncio.to_thread(self._make_app, engine)
         await engine.start()
         if self._draining:
             await engine.close()
-        model.engine, model.app = engine, self._make_app(engine)
+        model.engine, model.app = engine, app
+        model.reason = ""
 
     async def _unload_idle(self, after_s: float) -> None:
         while True:
@@ -380,13 +400,16 @@ class ModelRouter:
         return JSONResponse(self._shown(self._find(request.path_params["name"])))
 
     def _shown(self, model: _Model) -> dict[str, Any]:
+        engine = model.engine
         return {
             "id": model.name,
             "object": "model",
             "created": self._created,
             "owned_by": "infer",
-            "max_model_len": None if model.engine is None else model.engine.max_seq_len,
+            "max_model_len": None if engine is None else engine.max_seq_len,
+            "sampling_defaults": None if engine is None else engine.sampling_defaults.as_dict(),
             "status": model.status,
+            "reason": model.reason or None,
         }
 
     async def _health(self, _: Request) -> Response:
@@ -402,6 +425,14 @@ class ModelRouter:
         if self._draining or not {"loaded", "unloaded"} & set(statuses.values()):
             raise EngineDeadError("no model is ready")
         return JSONResponse({"status": "ready", "models": statuses})
+
+
+def public_reason(error: LoadError) -> str:
+    """The message of an error for callers: one line of at most 300 characters, in which paths have
+    their last part only."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"[^\s'\"(]*[\\/](?=[^\s\\/])", "", text.replace("owner/name", "owner\0name"))
+    return text.replace("\0", "/")[:300]
 
 
 def _forget(loading: asyncio.Future[AsyncLLM]) -> None:

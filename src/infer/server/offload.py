@@ -8,8 +8,10 @@ has a fair part. The work that may wait for them is bounded.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,6 +25,7 @@ from infer.server.http.fair_threads import FairThreads
 from infer.server.http.json_body import check_media_type, parse_object, read_body
 from infer.server.openai.large_json import LARGE_ANSWER_BYTES
 from infer.server.tenancy.limits import Tenant, tenant_of, too_many
+from infer.text.untrusted.workers import Answer, Job, Steps
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 T = TypeVar("T")
@@ -77,6 +80,31 @@ class Offload:
         that others do not notice. Raises 429 or 503 if too many wait for the threads."""
         return await self._run_in(self._threads, request, work, *arguments, heavy=heavy)
 
+    async def run_steps(
+        self, request: Request, begin: Callable[..., Steps[T]], *arguments: Any, heavy: bool = False
+    ) -> T:
+        """Run the steps `begin(*arguments)` to their end, like `run`; their jobs are worked on by
+        other processes, and meanwhile no thread is held. The CPU time of jobs is charged to the
+        key. Raises what `run` raises, and `OverloadedError` where a job cannot be worked on."""
+        tenant, steps = tenant_of(request.scope), begin(*arguments)
+        owner, answer = tenant.key.id, None
+        result: Any
+        job, result = await self._run_in(self._threads, request, _advance, steps, None, heavy=heavy)
+        while job is not None:
+            self._num_open[owner] += heavy
+            try:
+                answer = await _answer_to(job, tenant)
+            finally:
+                if heavy:
+                    self._count_down(owner)
+            # What a template has written may be long, though the body is short.
+            heavy = heavy or len(answer.body) > self._limits.long_body_bytes
+            job, result = await self._run_in(
+                self._threads, request, _advance, steps, answer, heavy=heavy, is_begun=True
+            )
+        done: T = result
+        return done
+
     async def render(
         self, request: Request, num_bytes: int, work: Callable[..., T], *arguments: Any
     ) -> T:
@@ -95,12 +123,14 @@ class Offload:
         work: Callable[..., T],
         *arguments: Any,
         heavy: bool = False,
+        is_begun: bool = False,
     ) -> T:
         if not heavy and request.scope.get(NUM_BYTES, 0) <= self._limits.long_body_bytes:
             return work(*arguments)
         tenant = tenant_of(request.scope)
         owner = tenant.key.id
-        self._check_room(tenant)
+        if not is_begun:
+            self._check_room(tenant)
         self._num_open[owner] += 1
         result: T = await threads.submit(
             owner, partial(work, *arguments), partial(self._count_down, owner)
@@ -124,3 +154,25 @@ class Offload:
         """End the threads, without waiting for them."""
         for threads in (self._parser, self._threads):
             threads.close()
+
+
+async def _answer_to(job: Job, tenant: Tenant) -> Answer:
+    """The answer to a job, which is charged to the key even if nobody waits for it any more."""
+    loop = asyncio.get_running_loop()
+    working = job.workers.submit(job, tenant.key.id)
+
+    def charge(done: Future[Answer]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(tenant.charge_cpu, done.result().cpu_s)
+
+    working.add_done_callback(charge)
+    return await asyncio.wrap_future(working)
+
+
+def _advance(steps: Steps[T], answer: Answer | None) -> tuple[Job | None, T | None]:
+    """(the next job, None), or (None, the result) after the last step."""
+    try:
+        return (next(steps) if answer is None else steps.send(answer)), None
+    except StopIteration as end:
+        return None, end.value

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from infer.errors import RequestError
-from infer.server.http.error_responses import HttpError
 from infer.server.observe.request_trace import (
     RequestTrace,
     RequestTraces,
     cancel_answer,
-    not_found,
     summary,
+    the_one,
     view,
 )
 from infer.server.tenancy.limits import tenant_of
@@ -49,10 +47,6 @@ def _found(
     all_traces: Sequence[RequestTraces], http: HttpRequest
 ) -> tuple[RequestTraces, RequestTrace]:
     sight, name = tenant_of(http.scope).sight, http.path_params["id"]
-    error: RequestError = not_found()
-    for traces in all_traces:
-        try:
-            return traces, traces.find(name, sight)
-        except HttpError as missing:
-            error = missing
-    raise error
+    found = [(traces, trace) for traces in all_traces for trace in traces.named(name, sight)]
+    meant = the_one([trace for _, trace in found], name)
+    return next(pair for pair in found if pair[1] is meant)

@@ -1,9 +1,12 @@
 """Runs an app under uvicorn: binds the address, says when it listens, drains at the end.
 
 The port is bound before the engine is loaded, so that a port in use is known at once and not after
-minutes. At SIGINT or SIGTERM running requests may finish, and new ones are refused with 503. The
-port and the engine are closed when nothing runs any more, after `drain_timeout_s`, or at a second
-signal; that ends every remaining stream with a typed error. A third signal waits for nothing.
+minutes. At SIGINT, SIGTERM or SIGHUP running requests may finish, and new ones are refused (503).
+The port and the engine are closed when nothing runs any more, after `drain_timeout_s`, or at a
+second signal; that ends every remaining stream with a typed error. A third signal waits for
+nothing. A terminal that is closed may send SIGHUP several times, so only the first one counts; a
+server that was started with `nohup` ignores it. SIGUSR1 writes the stacks of all threads to stderr,
+SIGUSR2 does nothing; log rotation tools send them.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import faulthandler
 import functools
 import gc
 import ipaddress
@@ -28,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -40,14 +45,17 @@ from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.server.app import create_app, layers, unknown_model_statuses
 from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
+from infer.server.http.tls_connection import accept_tls
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import JsonLines, LogWriter, access, log_request
+from infer.server.observe.spans import check_packages
 from infer.server.sessions import NO_SESSIONS
 from infer.server.sessions.store import SessionStore
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Keys
 from infer.server.turn_away import TurnAway
 from infer.server.ui.page import Page
+from infer.signals import ENDING
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 log = logging.getLogger("infer.server")
@@ -93,7 +101,7 @@ def bind(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.send_buffer_bytes)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            stall_ms = int(write_stall_s * 1000)
+            stall_ms = min(int(write_stall_s * 1000), 2**31 - 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
         sock.bind(address)
     except OSError as error:
@@ -214,6 +222,8 @@ class Server(uvicorn.Server):
         settings = settings or ServerSettings()
         most = settings.limits
         limits = connection_limits(ConnectionLimits(most.max_connections, most.probe_connections))
+        self._places = places = Connections(limits)
+        self._limits = most
         turn_away: TurnAway | None = None
         if isinstance(engine, ModelRouter):
             outer = layers(settings, (engine.seen,), page=page)
@@ -231,7 +241,7 @@ class Server(uvicorn.Server):
                 http=functools.partial(  # type: ignore[arg-type]
                     BoundedProtocol,
                     write_stall_s=settings.write_stall_s,
-                    places=Connections(limits),
+                    places=places,
                     turn_away=turn_away,
                     overload_status=settings.status_when_full,
                     limits=settings.limits,
@@ -268,6 +278,12 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         url = url_of(self._sock, is_tls=self.config.is_ssl)
+        if self.config.ssl is not None:  # asyncio would count no connection before its handshake
+            make: Any = self.config.http_protocol_class
+            rest = (self.config.ssl, self._places, self._limits)
+            accept = functools.partial(accept_tls, make, *rest)
+            self.config.http_protocol_class = accept  # type: ignore[assignment]
+            self.config.ssl = None
         try:
             await super().startup(sockets)
         except OSError as error:  # SO_REUSEADDR lets two hold a port, and only one listen
@@ -279,7 +295,11 @@ class Server(uvicorn.Server):
         # asyncio accepts as many connections in a turn as may wait. More of them may wait.
         self._sock.listen(MAX_WAITING_CONNECTIONS)
         if self._announce is not None:
-            self._announce(f"infer serves {self._engine.model_name} at {url} (Ctrl+C to stop)")
+            engine = self._engine
+            names, more = engine.model_name, ""
+            if isinstance(engine, ModelRouter):
+                names, more = engine.announcement
+            self._announce(f"infer serves {names} at {url} (Ctrl+C to stop){more}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.ensure_future(self._end_what_still_runs())
@@ -319,7 +339,8 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        signals = (signal.SIGINT, signal.SIGTERM)
+        _answer_users()
+        signals = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self.handle_exit) for number in signals}
         try:
             yield
@@ -328,6 +349,9 @@ class Server(uvicorn.Server):
                 signal.signal(number, former)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        is_hangup = sig == getattr(signal, "SIGHUP", None)
+        if is_hangup and self._drain_ends_s is not None:
+            return
         if self._loop is None or self._drain_ends_s is not None:
             self.force_exit = self._hurry.is_set()
             self.should_exit = True
@@ -335,6 +359,16 @@ class Server(uvicorn.Server):
                 self._loop.call_soon_threadsafe(self._hurry.set)
         else:
             self._drain()
+
+
+def _answer_users() -> None:
+    """Have SIGUSR1 write the stacks of all threads to stderr, and SIGUSR2 do nothing; by default
+    both end a process. Does nothing outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
+        return
+    with contextlib.suppress(OSError, ValueError):  # stderr is no file
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
@@ -369,20 +403,24 @@ def _announce(text: str) -> None:
     """Print to stdout, or log where stdout cannot be written."""
     try:
         print(text, flush=True)
+    except UnicodeEncodeError:  # a name that the locale has no letters for
+        print(text.encode("ascii", "backslashreplace").decode(), flush=True)
     except (OSError, ValueError) as error:  # it is full, or closed
         log.info("%s", text)
         log.warning("stdout cannot be written (%s)", error)
         # At its end the interpreter would try to write the rest of the buffer, and fail.
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _open_standard_streams() -> None:
-    """Open the standard streams that are closed; else a connection would become one of them."""
+    """Open the standard streams that are closed; else a connection would become one of them. From
+    now on signals of users may come, which write there."""
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    _answer_users()
 
 
 def _check_reach(host: str, sock: socket.socket, settings: ServerSettings) -> None:
@@ -484,12 +522,15 @@ def _check_combination(settings: ServerSettings, *, has_names: bool, in_thread: 
 
 
 def _check_stores(settings: ServerSettings) -> None:
-    """Raises `ConfigError` if the file of keys or the database of sessions cannot be used: the
-    server opens them when the engine is there, and a large model takes minutes to load."""
+    """Raises `ConfigError` if the file of keys, the database of sessions or the packages of tracing
+    cannot be used: the server needs them when the engine is there, and a large model takes minutes
+    to load."""
     if settings.api_keys is not None:
         Keys(Path(settings.api_keys))
     if settings.sessions not in (None, NO_SESSIONS):
         SessionStore(settings.sessions, limits=settings.limits).close()
+    if settings.tracing:
+        check_packages()
 
 
 def _fleet(settings: ServerSettings) -> FleetSettings:

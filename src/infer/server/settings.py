@@ -9,7 +9,9 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from infer.config import NonNegativeInt, PositiveInt, at_least, check_fields, option
+from msgspec import Meta
+
+from infer.config import MAX_REPLICAS, NonNegativeInt, at_least, check_fields, option
 from infer.errors import ConfigError
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
@@ -45,7 +47,7 @@ class ServerSettings:
         True,
         "Keep a process that becomes the next engine (160 MB); without it a restart takes longer.",
     )
-    replicas: PositiveInt = option(
+    replicas: Annotated[int, Meta(ge=1, le=MAX_REPLICAS)] = option(
         1,
         "Engines of each model, which stand in for each other; cores, memory or GPUs are divided.",
     )
@@ -62,9 +64,10 @@ class ServerSettings:
         "With replicas, where no other engine computes the same bits: any = a stream goes on all"
         " the same; exact = it ends with an error.",
     )
-    unknown_params: Literal["refuse", "ignore"] = option(
-        "refuse",
-        "What happens to unknown fields of a body; ignore = they are listed in X-Ignored-Params.",
+    unknown_params: Literal["ignore", "refuse"] = option(
+        "ignore",
+        "What happens to unknown fields of a body: ignore = they are left out and named in the"
+        " answer's X-Ignored-Params; refuse = 422.",
     )
     load_on_first_use: bool = option(
         False, "With several models: load each when it is first asked for, not at the start."

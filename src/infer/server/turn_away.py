@@ -16,6 +16,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import OverloadedError
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import describe
+from infer.server.http.paths import canonical_path
 
 
 class TurnAway:
@@ -41,7 +42,7 @@ class TurnAway:
         The app answers all requests with an Origin, which browsers send, because its layers for
         hosts and origins come first.
         """
-        if scope["method"] != "POST" or scope["path"] not in self._paths:
+        if scope["method"] != "POST" or canonical_path(scope["path"]) not in self._paths:
             return None
         if any(name == b"origin" for name, _ in scope["headers"]):
             return None

@@ -5,10 +5,10 @@ a circle: a frame is written once for all of them. A circle's numbers for reques
 only owners and administrators get names.
 
 Every bound is one of memory or of traffic, and none of them reaches the engine. At most
-`MAX_VIEWERS` watch. A frame has a maximum size (`step_frames`), and frames are written only while
-their bytes stay within `MAX_BYTES_A_SECOND`; what waits for a later frame is merged. What a viewer
-has not read is dropped beyond `MAX_PENDING_BYTES` and counted; once it reads again, it gets the
-state of all requests.
+`MAX_VIEWERS` watch; no key and no client can keep all of these places from others. A frame has a
+maximum size (`step_frames`), and frames are written only while their bytes stay within
+`MAX_BYTES_A_SECOND`; what waits for a later frame is merged. What a viewer has not read is dropped
+beyond `MAX_PENDING_BYTES` and counted; once it reads again, it gets the state of all requests.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,11 +64,11 @@ _RETRY_S = 5
 class Viewer:
     """One who watches: the events that he has not read. Has one reader, on the event loop."""
 
-    def __init__(self, owner: str | None, key_id: str, hello: bytes) -> None:
-        """`owner`: id of the key whose requests he knows by name; None for all. `hello`: the first
-        event."""
+    def __init__(self, owner: str | None, party: str, hello: bytes) -> None:
+        """`owner`: id of the key whose requests he knows by name; None for all. `party`: see
+        `EngineViewers.join`. `hello`: the first event."""
         self.owner = owner
-        self.key_id = key_id
+        self.party = party
         self.is_synced = False
         """whether he knows the state of all requests as of the last frame"""
         self.left_out = LeftOut()
@@ -151,6 +152,8 @@ class EngineViewers:
         self._engine = engine
         self._traces = traces
         self._clock = clock
+        self._viewers: dict[Viewer, None] = {}
+        """those who watch, the oldest first"""
         self._circles: dict[str | None, _Circle] = {}
         self._builder: FrameBuilder | None = None
         """None while nobody watches"""
@@ -166,14 +169,21 @@ class EngineViewers:
     @property
     def num_viewers(self) -> int:
         """Number of those who watch."""
-        return sum(len(circle.viewers) for circle in self._circles.values())
+        return len(self._viewers)
 
-    def join(self, owner: str | None, key_id: str) -> Viewer:
+    def join(self, owner: str | None, key_id: str, address: str = "") -> Viewer:
         """A new viewer, who must `leave`. Raises `HttpError` if there are too many (503) or too
-        many with his key (429), `EngineDeadError` if the server shuts down."""
+        many with his key (429), `EngineDeadError` if the server shuts down.
+
+        Viewers with one key are a party; without keys, those from one `address` are. If all places
+        are taken, the party that has most of them gives one up for a party that has fewer."""
         if self._engine.is_ending:
             raise EngineDeadError("the server is shutting down")
-        if self.num_viewers >= MAX_VIEWERS:
+        party = key_id or address
+        num_own = sum(each.party == party for each in self._viewers)
+        if key_id and num_own >= MAX_VIEWERS_A_KEY:
+            raise too_many(f"this key may have {MAX_VIEWERS_A_KEY} viewers of an engine", _RETRY_S)
+        if self.num_viewers >= MAX_VIEWERS and not self._make_room(num_own):
             raise HttpError(
                 503,
                 f"{MAX_VIEWERS} viewers watch this engine, which is the maximum: close one of them",
@@ -181,20 +191,33 @@ class EngineViewers:
                 type="overloaded_error",
                 retry_after_s=_RETRY_S,
             )
-        viewers = [each for circle in self._circles.values() for each in circle.viewers]
-        if key_id and sum(each.key_id == key_id for each in viewers) >= MAX_VIEWERS_A_KEY:
-            raise too_many(f"this key may have {MAX_VIEWERS_A_KEY} viewers of an engine", _RETRY_S)
         if self._builder is None:
             self._begin()
-        viewer = Viewer(owner, key_id, event(dump(self._hello()), "hello"))
+        viewer = Viewer(owner, party, event(dump(self._hello()), "hello"))
         circle = self._circles.get(owner)
         if circle is None:
             circle = self._circles[owner] = _Circle(self._writer(owner))
         circle.viewers.append(viewer)
+        self._viewers[viewer] = None
         return viewer
+
+    def _make_room(self, num_own: int) -> bool:
+        """End the oldest viewer of the party that has most, if it has more than a party of
+        `num_own` will have with one more; returns whether there is room now."""
+        sizes = Counter(each.party for each in self._viewers)
+        party, most = sizes.most_common(1)[0]
+        if most <= num_own + 1:
+            return False
+        oldest = next(each for each in self._viewers if each.party == party)
+        oldest.end("replaced")
+        self.leave(oldest)
+        return True
 
     def leave(self, viewer: Viewer) -> None:
         """One watches no more; with the last one the collecting ends."""
+        if viewer not in self._viewers:
+            return  # he has given his place up
+        del self._viewers[viewer]
         circle = self._circles[viewer.owner]
         circle.viewers.remove(viewer)
         if not circle.viewers:
@@ -267,9 +290,8 @@ class EngineViewers:
             self._end_all("failed")
 
     def _end_all(self, reason: str) -> None:
-        for circle in self._circles.values():
-            for viewer in circle.viewers:
-                viewer.end(reason)
+        for viewer in self._viewers:
+            viewer.end(reason)
 
     def _tick(self) -> None:
         """Write what has happened since the last frame, if there is credit for it."""

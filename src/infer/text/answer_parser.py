@@ -3,7 +3,8 @@
 The parser takes the text in pieces and returns the parts that are certain. The result as a whole
 depends on the text alone and not on how it was divided, so a streamed answer and a whole answer
 take the same code. `text.tools.formats` is the table of the formats that it reads. Text that does
-not parse as a call stays content, so no text is lost. A call is returned when it is complete.
+not parse as a call stays content, so no text is lost. A call is returned when its name and the
+beginning of its arguments are there, and its arguments as they come.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infer.text.grammars.compiler import JSON_OPTIONS
-from infer.text.tools.bare_calls import BareCalls
+from infer.text.tools.bare_calls import bare_calls
 from infer.text.tools.call import Reading
 from infer.text.tools.call import ToolCall as ToolCall
 from infer.text.tools.formats import BARE as BARE
@@ -28,6 +29,7 @@ from infer.types.grammar import Grammar
 
 MAX_FORCED_CALLS = 8
 """Maximum number of calls in an answer that a grammar enforces."""
+_MAX_STEP_CHARS = 4096
 _CALL_HEAD = '{"name": '
 
 
@@ -39,7 +41,9 @@ class Parts(NamedTuple):
     content: str = ""
     """Further text of the content."""
     calls: tuple[ToolCall, ...] = ()
-    """Calls that are complete now."""
+    """Calls that have begun, with their arguments so far."""
+    more: str = ""
+    """Further arguments of the call that was the last one before these."""
 
 
 def forced_format(way: ToolFormat | None) -> ToolFormat:
@@ -65,15 +69,45 @@ def forced_calls(way: ToolFormat, tools: Sequence[Mapping[str, Any]], *, paralle
     for i, tool in enumerate(tools):
         function = tool["function"]
         head = f'{begin}{{"name": {json.dumps(function["name"])}, "{way.arguments}": '
-        schema = {"type": "object", **(function.get("parameters") or {})}
-        options = json.dumps({**schema, "x-guidance": JSON_OPTIONS})
         names.append(f"call{i}")
         rules.append(f"call{i}: {json.dumps(head)} arguments{i} {json.dumps('}' + end)}")
-        rules.append(f"arguments{i}: %json {options}")
+        rules.append(f"arguments{i}: {_arguments(function.get('parameters') or {})}")
     between = json.dumps("\n" if begin else "; ")
     more = f"({between} call){{0,{MAX_FORCED_CALLS - 1}}}" if parallel else ""
     lines = [f"start: call {more}", f"call: {' | '.join(names)}", *rules]
     return Grammar.grammar("\n".join(lines))
+
+
+def _arguments(parameters: Mapping[str, Any]) -> str:
+    """The rule for a tool's arguments; for a tool that takes none it is `{}`."""
+    if takes_nothing(parameters):
+        return '"{}"'
+    schema = {"type": "object", **parameters, "x-guidance": JSON_OPTIONS}
+    return f"%json {json.dumps(schema)}"
+
+
+def takes_nothing(parameters: Mapping[str, Any]) -> bool:
+    """Whether a tool with these parameters takes no arguments.
+
+    A schema allows all properties that it does not mention. In a tool that mentions none, nobody
+    has meant that, unless the schema says so or describes the object in another way.
+    """
+    types = parameters.get("type", "object")
+    is_object = types == "object" or (isinstance(types, list) and "object" in types)
+    more = parameters.get("additionalProperties", False)
+    is_described = any(name in parameters for name in _DESCRIBING) or any(
+        parameters.get(name) for name in _DESCRIBING_IF_ANY
+    )
+    return is_object and more in (False, None) and not is_described
+
+
+_DESCRIBING = ("const", "enum", "$ref", "$dynamicRef", "$recursiveRef", "if", "not")
+_DESCRIBING_IF_ANY = (
+    "properties", "patternProperties", "propertyNames", "required", "minProperties", "allOf",
+    "anyOf", "oneOf", "unevaluatedProperties", "dependentSchemas", "dependentRequired",
+    "dependencies",
+)  # fmt: skip
+"""Keywords by which a schema says something about an object's properties, if they are not empty."""
 
 
 def cut_calls(text: str, way: ToolFormat, names: Collection[str]) -> list[ToolCall] | None:
@@ -141,15 +175,25 @@ class AnswerParser:
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._calls: list[ToolCall] = []
+        self._more: list[str] = []
         self._has_called = False
 
     def push(self, text: str, *, end: bool = False) -> Parts:
         """Take a further piece of text; returns what has become certain. `end`: the last piece."""
-        self._held += text
-        while self._advance(end):
+        # What has been read is cut off the held text, which must not be long for that.
+        for start in range(0, len(text), _MAX_STEP_CHARS):
+            self._held += text[start : start + _MAX_STEP_CHARS]
+            while self._advance(False):
+                pass
+        while end and self._advance(end):
             pass
-        parts = Parts("".join(self._reasoning), "".join(self._content), tuple(self._calls))
-        for given in (self._reasoning, self._content, self._calls):
+        parts = Parts(
+            "".join(self._reasoning),
+            "".join(self._content),
+            tuple(self._calls),
+            "".join(self._more),
+        )
+        for given in (self._reasoning, self._content, self._calls, self._more):
             given.clear()
         return parts
 
@@ -169,7 +213,7 @@ class AnswerParser:
         if self._state == "first":
             self._state = "content"
             if tools is not None and tools.is_bare:
-                self._state, self._reading = "block", BareCalls(self._names)
+                self._state, self._reading = "block", bare_calls(self._names)
             elif tools is not None and self._opened:
                 reading = tools.openings[tools.prompt_opens]
                 self._state, self._reading = "block", reading(self._names)
@@ -195,11 +239,19 @@ class AnswerParser:
         if calls is None:
             self._output(self._content, self._before + self._held[: block.size])
             self._state, self._held = "content", rest
-        else:
-            self._calls += calls
-            self._has_called = True
-            self._enter("content", rest)
+            return bool(rest)
+        self._add_arguments(block.more)
+        self._calls += calls
+        self._has_called = True
+        self._enter("block" if block.is_open else "content", rest)
         return bool(rest)
+
+    def _add_arguments(self, more: str) -> None:
+        if self._calls:
+            name, arguments = self._calls[-1]
+            self._calls[-1] = ToolCall(name, arguments + more)
+        else:
+            self._more.append(more)
 
     def _read_until_mark(self, marks: list[str], given: list[str], end: bool) -> bool:
         """Output the text before the first of the marks, without the white space around it."""

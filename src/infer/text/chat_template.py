@@ -1,100 +1,55 @@
 """`ChatTemplate`: renders a checkpoint's Jinja chat template as transformers does.
 
-Templates come with checkpoints and are not trusted, so they run in Jinja's immutable sandbox. They
-have no access to files, no clock except `strftime_now`, and limits on ranges, repetitions and
-output. A template that does not compile is a `LoadError`. An error in rendering is attributed to
-the messages and is a `RequestError`. Messages are copied as plain JSON, so a template gets no
-object with methods. `Tokenizer` uses this module and also keeps control tokens out of messages;
-this module knows no tokens.
+Templates come with checkpoints and are not trusted: one may be written so that it takes for ever.
+So they are compiled and rendered in processes with limits of time and memory
+(`text.untrusted.workers`), and a rendering that exceeds them is that caller's `RequestError`. Only
+templates whose text is known are rendered in place. A template that does not compile is a
+`LoadError`. An error in rendering is attributed to the messages. Messages are copied as plain JSON.
+`Tokenizer` uses this module and also keeps control tokens out of messages; this module knows no
+tokens.
 """
 
 from __future__ import annotations
 
 import datetime
-import json
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node, Scope
-from jinja2.parser import Parser
-
-from infer.errors import LoadError, RequestError
-from infer.text.control_text import free_noncharacters, strings_in
-from infer.text.sandbox import MAX_RENDERED_CHARS, BoundedEnvironment, WorkError
+from infer.errors import LoadError, OverloadedError, RequestError
+from infer.text.control_text import free_noncharacters
+from infer.text.system_messages import with_one_system
 from infer.text.template_probes import find_abilities
 from infer.text.tools.formats import ToolFormat
 from infer.text.tools.tool_messages import adapted
+from infer.text.untrusted.template_renderer import Rendered, TemplateRenderer
+from infer.text.untrusted.workers import Answer, Steps, UntrustedWorkers, run_steps
 
-MAX_UNITS, UNITS_PER_CHAR = 20_000_000, 256
-"""Maximum units of work of a rendering: a base, and an addition per character of the input.
-
-Published templates need 2 to 20 units per character. The whole base takes seconds of CPU time and
-250 MB.
-"""
-MAX_RENDER_S = 10.0
-"""Maximum CPU time of a rendering, in seconds."""
-MAX_PROBE_S = 1.0
-"""Maximum CPU time, in seconds, of each probe with which a template is tried at the start."""
+MAX_RENDERED_CHARS = 16_000_000
+"""Maximum length of a rendered prompt in characters, which is longer than any context."""
+MAX_COMPILE_S = 5
+"""Maximum CPU time of starting a process and compiling a template in it, in seconds."""
+MAX_RENDER_S = 5
+"""Maximum CPU time of a rendering, in seconds; published templates take milliseconds."""
+MAX_PROBE_S, MAX_PROBE_CHARS = 1, 1_000_000
+"""Maximum CPU time in seconds, and length in characters, of each probe with which a template is
+tried at the start."""
 MAX_TEMPLATE_CHARS = 2_000_000
 """Maximum length of a template's source in characters; the longest published one has 20,000."""
+KNOWN_TEMPLATES = frozenset({"04f3491876eb00dde273cece3681bc42bbffaf2adbcd3550fe0f7b0a61f0adfb"})
+"""SHA-256 of the templates that are rendered in place: that of the demo model, whose work is linear
+in the messages."""
 _WORD = re.compile(r"[A-Za-z_]\w*")
-
-
-class _TemplateRefusal(TemplateError):
-    """The template called `raise_exception` with a message for the caller."""
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks training text; here it renders its body."""
-
-    tags = frozenset({"generation"})  # type: ignore[assignment]  # read only
-
-    def parse(self, parser: Parser) -> Node:
-        lineno = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return Scope(body).set_lineno(lineno)
-
-
-def _raise_exception(message: str) -> None:
-    raise _TemplateRefusal(str(message))
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes <, > and & for HTML, which would change the prompt.
-    options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "sort_keys": sort_keys}
-    return json.dumps(value, indent=indent, separators=separators, **options)
-
-
-def _environment() -> BoundedEnvironment:
-    environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-    )
-    environment.add_filter("tojson", _tojson)
-    environment.globals.update(
-        raise_exception=_raise_exception,
-        strftime_now=_strftime_now,
-    )
-    return environment
-
-
-def _strftime_now(pattern: str) -> str:
-    if len(pattern) > 100:
-        raise WorkError("the template gives strftime_now more than 100 characters")
-    return datetime.datetime.now().strftime(pattern)
+_CANNOT = "the model's chat template cannot render these messages"
 
 
 def _refusal(message: str) -> RequestError:
     return RequestError(message, param="messages")
+
+
+class _LimitError(Exception):
+    """A rendering has exceeded a limit of its process."""
 
 
 class ChatTemplate:
@@ -103,7 +58,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens`: text of each token by the name of its variable.
 
-        `LoadError` if the template is too long, does not compile, or takes too much work.
+        `LoadError` if the template is too long, does not compile, or takes too much time or memory.
         """
         self.source = source
         self._special_tokens = dict(special_tokens)
@@ -114,29 +69,28 @@ class ChatTemplate:
                 f"the chat template has {len(source):,} characters; at most"
                 f" {MAX_TEMPLATE_CHARS:,} are taken"
             )
-        self._environment = _environment()
-        try:
-            with self._environment.limited(MAX_UNITS, MAX_PROBE_S):  # constants are folded
-                self._template = self._environment.from_string(source)
-        except (TemplateError, RecursionError, SyntaxError, ValueError) as error:
-            line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-            problem = getattr(error, "message", None) or error
-            raise LoadError(f"the chat template does not compile: {line}{problem}") from None
+        self.workers: UntrustedWorkers | None = None
+        """The processes that render it; None: it is rendered in place."""
+        self._renderer: TemplateRenderer | None = None
+        digest = hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
+        if digest in KNOWN_TEMPLATES:
+            self._renderer = TemplateRenderer(source)
+        else:
+            self.workers = _compiling_workers(source)
         self.abilities = find_abilities(self._render_probe, self._words)
         """What the template supports (tools, parts, …), as probes have found out."""
 
     def _render_probe(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
         fixed = {"messages": list(messages), "add_generation_prompt": False}
+        variables = {**self._common_variables(), "tools": None, **variables, **fixed}
         try:
-            return self._rendered(
-                {**self._common_variables(), "tools": None, **variables, **fixed},
-                MAX_UNITS,
-                MAX_PROBE_S,
-            )
-        except WorkError as error:
+            return run_steps(self._rendered(variables, MAX_PROBE_S, MAX_PROBE_CHARS))
+        except _LimitError as error:
             raise LoadError(
                 f"the chat template cannot be used, not even for a few words: {error}"
             ) from None
+        except OverloadedError as error:
+            raise LoadError(f"the chat template cannot be tried: {error}") from None
 
     def _common_variables(self) -> dict[str, Any]:
         """The variables that are the same for every prompt."""
@@ -145,7 +99,11 @@ class ChatTemplate:
             common["datetime"] = datetime.datetime.now().strftime("%B %d %Y %H:%M:%S")
         return common
 
-    def render(
+    def render(self, *arguments: Any, **options: Any) -> str:
+        """The prompt as text, with the arguments of `rendering`; blocks meanwhile."""
+        return run_steps(self.rendering(*arguments, **options))
+
+    def rendering(
         self,
         messages: Sequence[Mapping[str, Any]],
         tool_format: ToolFormat | None = None,
@@ -155,15 +113,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **extra: Any,
-    ) -> str:
+    ) -> Steps[str]:
         """The prompt as text. `extra`: further variables of the template.
 
-        Entries of a message that are None count as absent. Tools, calls and results are given to
-        the template in the form that it supports. `tool_format` is the format of calls that the
-        template does not render itself; the default is the template's own format or else a generic
-        one. With `continue_final_message` the text ends where the last message's content ends.
-        Raises `RequestError` with `param="messages"` for anything that the template refuses or
-        cannot render.
+        Entries of a message that are None count as absent. The role "developer" is a newer name of
+        "system". Where the template takes one system message, those at the beginning are joined.
+        Tools, calls and results are given to the template in the form that it supports.
+        `tool_format` is the format of calls that the template does not render itself; the default
+        is the template's own format or else a generic one. With `continue_final_message` the text
+        ends where the last message's content ends. Raises `RequestError` with `param="messages"`
+        for anything that the template refuses or cannot render.
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
@@ -178,6 +137,8 @@ class ChatTemplate:
         turns = [self._prepared(f"messages[{i}]", message) for i, message in enumerate(messages)]
         if not turns:
             raise _refusal("messages is empty: send at least one message")
+        if not self.abilities.takes_several_systems:
+            turns = with_one_system(turns)
         way = tool_format or self.abilities.format
         turns, shown = adapted(turns, _plain(tools, "tools"), self.abilities, way)
         mark = ""
@@ -188,7 +149,10 @@ class ChatTemplate:
             name: _plain(value, name) for name, value in extra.items()
         }
         variables |= {"messages": turns, "add_generation_prompt": add_generation_prompt, **shown}
-        text = self._run(variables)
+        try:
+            text = yield from self._rendered(variables, MAX_RENDER_S, MAX_RENDERED_CHARS)
+        except _LimitError as error:
+            raise _refusal(f"{_CANNOT}: {error}") from None
         return _cut_at(text, mark) if mark else text
 
     def _prepared(self, where: str, message: Any) -> dict[str, Any]:
@@ -200,6 +164,8 @@ class ChatTemplate:
         )
         if not isinstance(turn.get("role"), str):
             raise _refusal(f"{where} has no `role` (a string)")
+        if turn["role"] == "developer":
+            turn["role"] = "system"
         # Templates read the reasoning of earlier turns as `thinking` or as `reasoning_content`.
         for name in ("reasoning_content", "thinking", "reasoning"):
             if name in turn:
@@ -213,44 +179,68 @@ class ChatTemplate:
                 turn["content"] = "\n".join(_text_of(part, where) for part in content)
         return turn
 
-    def _run(self, variables: dict[str, Any]) -> str:
-        size = sum(map(len, strings_in(variables)))
-        try:
-            return self._rendered(variables, MAX_UNITS + UNITS_PER_CHAR * size, MAX_RENDER_S)
-        except WorkError as error:
-            problem = "the model's chat template cannot render these messages"
-            raise _refusal(f"{problem}: {error}") from None
+    def _rendered(self, variables: dict[str, Any], max_cpu_s: int, max_chars: int) -> Steps[str]:
+        """The prompt. Raises `RequestError` and `_LimitError`."""
+        rendered: Rendered
+        if self._renderer is not None:
+            rendered = self._renderer.render(variables, max_chars)
+        else:
+            assert self.workers is not None
+            try:
+                job = self.workers.job((variables, max_chars), max_cpu_s)
+            except (ValueError, RecursionError):
+                problem = "they are nested too deeply, or have a number that is too long"
+                raise _refusal(f"{_CANNOT}: {problem}") from None
+            rendered = _rendered_of((yield job))
+        if (limit := rendered.get("exceeds")) is not None:
+            raise _LimitError(_LIMITS[limit].format(max_cpu_s=max_cpu_s, max_chars=max_chars))
+        if "problem" in rendered:
+            raise _refusal(rendered["problem"])
+        text: str = rendered["text"]
+        return text
 
-    def _rendered(self, variables: dict[str, Any], units: float, cpu_s: float) -> str:
-        pieces: list[str] = []
-        size = 0
-        try:
-            with self._environment.limited(units, cpu_s):
-                for piece in self._template.generate(variables):
-                    size += len(piece)
-                    if size > MAX_RENDERED_CHARS:
-                        _raise_exception(
-                            f"the prompt is longer than {MAX_RENDERED_CHARS} characters"
-                        )
-                    self._environment.spend(1 + len(piece))
-                    pieces.append(piece)
-        except Exception as error:
-            # Jinja's traceback leads to frames that hold the error: a cycle, which would keep what
-            # all callers have until the next full garbage collection.
-            error.__traceback__ = None
-            if isinstance(error, WorkError):
-                raise
-            if isinstance(error, _TemplateRefusal):
-                raise _refusal(str(error)) from None
-            reason = f" ({type(error).__name__}); check their roles, order and fields"
-            # The messages of these errors name a field or an operation of the template. They do
-            # not reveal anything of the server.
-            if isinstance(error, (UndefinedError, SecurityError, TypeError)):
-                reason = f": {error}"
-            raise _refusal(
-                f"the model's chat template cannot render these messages{reason}"
-            ) from None
-        return "".join(pieces)
+    def warm(self) -> None:
+        """Start all processes that render it, without waiting until they are ready."""
+        if self.workers is not None:
+            self.workers.warm()
+
+    def rest(self) -> None:
+        """End the processes until something is to be rendered."""
+        if self.workers is not None:
+            self.workers.rest()
+
+
+_LIMITS = {
+    "cpu": "it takes more than {max_cpu_s} s of CPU time",
+    "chars": "the prompt is longer than {max_chars} characters",
+    "deadline": "it takes too long",
+    "memory": "it takes too much memory",
+    "killed": "its process was ended",
+    "crash": "it ends the process that renders it",
+}
+
+
+def _rendered_of(answer: Answer) -> Rendered:
+    if answer.death:
+        return {"exceeds": answer.death}
+    rendered: Rendered = answer.value
+    return rendered
+
+
+def _compiling_workers(source: str) -> UntrustedWorkers:
+    """Processes that render a template, one of which has compiled it; raises `LoadError`."""
+    workers = UntrustedWorkers("template", lambda: source, prepare_cpu_s=MAX_COMPILE_S)
+    try:
+        compiled = _rendered_of(workers.first_answer())
+    except OverloadedError as error:
+        raise LoadError(f"the chat template cannot be compiled: {error}") from None
+    problem = compiled.get("problem")
+    if (limit := compiled.get("exceeds")) is not None:
+        problem = _LIMITS[limit].format(max_cpu_s=MAX_COMPILE_S)
+    if problem is not None:
+        workers.close()
+        raise LoadError(f"the chat template does not compile: {problem}")
+    return workers
 
 
 def _plain(value: Any, where: str) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 
 from infer.errors import LoadError
 from infer.files import MAX_CONFIG_BYTES, MAX_TOKENIZER_BYTES, parse_json, read_text
+from infer.text.generation_config import FILE, defaults_of
+from infer.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
                 "mask_token")  # fmt: skip
@@ -43,6 +45,8 @@ class TextFiles:
     """transformers' class of the tokenizer, which clients may ask for; it has no effect here."""
     tool_parser: str | None = None
     """Name of the format of tool calls, if the operator has set one."""
+    sampling: SamplingDefaults = NO_DEFAULTS
+    """What requests get where they leave out fields; set by `engine.build.checkpoint`."""
 
 
 def read_text_files(path: Path) -> TextFiles:
@@ -61,11 +65,31 @@ def read_text_files(path: Path) -> TextFiles:
     return files
 
 
+def read_defaults(path: Path, source: str = FILE, *, must_exist: bool = False) -> SamplingDefaults:
+    """The defaults in the generation_config.json of the folder `path`; none without that file.
+
+    `source`: what people call it. `must_exist`: a missing file is an error. Raises `LoadError` for
+    a file that is no JSON object.
+    """
+    folder = _Folder(path)
+    config = folder.json_object(FILE)
+    if must_exist and not (path / FILE).exists():
+        folder.problems.append(f"there is no {path / FILE}")
+    if folder.problems:
+        raise LoadError(folder.problems[0])
+    return defaults_of(config, source)
+
+
 def _content(token: Any) -> str | None:
     """The text of a token, which files write as a string or as an object with `content`."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
+
+
+def _whole(number: Any) -> Any:
+    """A number that is written as 2.0 as the integer; anything else unchanged."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 class _Folder:
@@ -163,12 +187,13 @@ class _Folder:
     def eos_token_ids(self) -> tuple[int, ...]:
         """The end-of-sequence ids of generation_config.json and config.json, each once."""
         ids: list[int] = []
-        for name in ("generation_config.json", "config.json"):
+        for name in (FILE, "config.json"):
             config = self.json_object(name)
             value = config.get("eos_token_id")
             if value is None and isinstance(config.get("text_config"), dict):
                 value = config["text_config"].get("eos_token_id")  # multimodal models
-            values = value if isinstance(value, list) else [] if value is None else [value]
+            values: list[Any] = value if isinstance(value, list) else [value]
+            values = [_whole(one) for one in values if one is not None]
             if all(type(one) is int and 0 <= one < 2**31 for one in values):
                 ids += values
             else:
@@ -184,8 +209,9 @@ class _Folder:
         Template files take precedence over the entry in tokenizer_config.json, as in transformers.
         """
         names = {"default": "chat_template.jinja"}
-        for file in sorted(self.path.glob("additional_chat_templates/*.jinja")):
-            names[file.stem] = f"additional_chat_templates/{file.name}"
+        for folder in ("chat_templates", "additional_chat_templates"):
+            for file in sorted(self.path.glob(f"{folder}/*.jinja")):
+                names[file.stem] = f"{folder}/{file.name}"
         texts = {name: self.text(file) for name, file in names.items()}
         found = {name: text for name, text in texts.items() if text is not None}
         if found:

@@ -17,13 +17,13 @@ template.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from infer.errors import RequestError
@@ -64,7 +64,7 @@ def sealed_tokenizer(description: dict[str, Any], names: Mapping[str, str]) -> t
             for left, right in model["merges"]
             if names.keys().isdisjoint((left, right, left + right.removeprefix(prefix)))
         ]
-    return tokenizers.Tokenizer.from_str(json.dumps(description))
+    return tokenizers.Tokenizer.from_buffer(msgspec.json.encode(description))
 
 
 def strings_in(value: Any) -> Iterator[str]:

@@ -195,8 +195,9 @@ def text_files(metadata: Mapping[str, Any], where: str) -> TextFiles:
         eos_token_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
         templates={
             key.removeprefix(prefix).removeprefix(".") or "default": text
-            for key, text in metadata.items()
-            if (key == prefix or key.startswith(f"{prefix}.")) and isinstance(text, str)
+            for key in metadata
+            if key == prefix or key.startswith(f"{prefix}.")
+            if isinstance(text := metadata[key], str)
         },
     )
 

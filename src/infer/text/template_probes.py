@@ -35,7 +35,10 @@ Published templates need a hundredth of it.
 _MAX_PROBED_CHARS = 100_000
 _NAME, _KEY, _VALUE = "probe_function", "probe_argument", "probe-value"
 _QUESTION, _SAID, _RESULT = "probe-question", "probe-said", "probe-result"
+_RULES = ("probe-rule-a", "probe-rule-b", "probe-rule-c")
 _CALL = ToolCall(_NAME, json.dumps({_KEY: _VALUE}))
+_BROKEN = f'{{"{_KEY}": "probe-bro'
+_INSTEAD_OF_NO_TEXT = (" ", "…")
 _BARE_TOOL: Message = {"type": "function", "function": {"name": _NAME}}
 _FULL_TOOL: Message = {
     "type": "function",
@@ -63,6 +66,8 @@ class CallStyle:
     """Whether ids must have nine characters."""
     one_at_a_time: bool
     """Whether a message may have only one call."""
+    takes_broken: bool = False
+    """Whether arguments that are not JSON can be shown, as the text that they are."""
 
 
 ABSENT = "\0absent"
@@ -79,6 +84,8 @@ class Abilities:
     """Whether a message's content must be a list of parts."""
     takes_system: bool
     """Whether the template renders system messages."""
+    takes_several_systems: bool
+    """Whether it renders all of several system messages at the beginning."""
     tools_variable: str | None
     """Name of the variable for tools; None: the template renders no tools."""
     tools_are_text: bool
@@ -91,6 +98,8 @@ class Abilities:
     """Whether the template renders messages with the role `tool`."""
     format: ToolFormat | None
     """Format in which the template renders calls; None: it renders none or in an unknown one."""
+    no_text: str = ""
+    """Content of an answer without text and calls: "", or what the template takes instead."""
 
 
 def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
@@ -110,16 +119,20 @@ def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
     if style is not None and style.short_ids:
         result["tool_call_id"] = short_id(_ID)
     made = [_message(style, _ID)] if style else [{"role": "assistant", "content": _SAID}]
+    wants_parts = takes_parts and _QUESTION not in probes.shown([question], {})
+    systems = [_system_message(text, wants_parts) for text in (_SAID, *_RULES)]
     return Abilities(
         takes_parts=takes_parts,
-        wants_parts=takes_parts and _QUESTION not in probes.shown([question], {}),
-        takes_system=_SAID in probes.shown([{"role": "system", "content": _SAID}, question], {}),
+        wants_parts=wants_parts,
+        takes_system=_SAID in probes.shown([systems[0], question], {}),
+        takes_several_systems=_takes_several_systems(probes, [*systems[1:], question], tools),
         tools_variable=name,
         tools_are_text=is_text,
         fills_tools=fills,
         calls=style,
         takes_results=_RESULT in probes.shown([question, *made, result], tools),
         format=way,
+        no_text=_no_text(probes, question),
     )
 
 
@@ -174,6 +187,22 @@ def _tools_variable(
     return None, False, False
 
 
+def _system_message(text: str, in_parts: bool) -> Message:
+    return {"role": "system", "content": [{"type": "text", "text": text}] if in_parts else text}
+
+
+def _takes_several_systems(probes: _Probes, chat: Sequence[Message], tools: dict[str, Any]) -> bool:
+    """Whether the system messages at the beginning of a chat, `_RULES`, occur in the prompt, each
+    once and in order, with tools and without. Published templates refuse them, or render the first
+    or the last one."""
+    for variables in ({}, tools):
+        text = probes.shown(chat, variables)
+        found = [text.find(rule) for rule in _RULES]
+        if found != sorted(found) or any(text.count(rule) != 1 for rule in _RULES):
+            return False
+    return True
+
+
 def _call_style(
     probes: _Probes, question: Message, tools: dict[str, Any]
 ) -> tuple[CallStyle | None, ToolFormat | None]:
@@ -205,6 +234,16 @@ def _call_style(
     return (None if shown is None else _refined(probes, question, tools, shown)), None
 
 
+def _no_text(probes: _Probes, question: Message) -> str:
+    """The content of an answer that has no text: the first that the template does not refuse."""
+    shown = (
+        text
+        for text in ("", *_INSTEAD_OF_NO_TEXT)
+        if probes.shown([question, {"role": "assistant", "content": text}, question], {})
+    )
+    return next(shown, "")
+
+
 def _refined(
     probes: _Probes, question: Message, tools: dict[str, Any], style: CallStyle
 ) -> CallStyle:
@@ -214,12 +253,16 @@ def _refined(
     two = _message(style, _ID)
     two["tool_calls"] = [*two["tool_calls"], *_message(style, _ID[:-1] + "1")["tool_calls"]]
     both = _text_after(_QUESTION, probes.shown([question, two], tools))
+    broken = _message(style, _ID)
+    broken["tool_calls"][0]["function"]["arguments"] = _BROKEN
+    as_it_is = _text_after(_QUESTION, probes.shown([question, broken], tools))
     return CallStyle(
         style.content,
         takes_content=_VALUE in text,
         arguments_are_text=style.arguments_are_text,
         short_ids=style.short_ids,
         one_at_a_time=both.count(_VALUE) < 2,
+        takes_broken=_BROKEN in as_it_is,
     )
 
 

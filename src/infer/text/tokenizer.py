@@ -25,6 +25,7 @@ from infer.text.detokenizer import IncrementalDetokenizer, make_detokenizer, pie
 from infer.text.library_tokenizer import end_token_ids, library_tokenizer
 from infer.text.tools.formats import thoughts_in
 from infer.text.tools.tool_use import ToolUse, find_tool_use
+from infer.text.untrusted.workers import Steps, run_steps
 
 LONG_CHARS = 8192
 """Length, in characters or tokens, above which the interpreter lock is released for a text."""
@@ -64,9 +65,13 @@ class Tokenizer:
         self.tokenizer_class = files.tokenizer_class
         self.bos_token_id: int | None = vocab.get(named.get("bos_token", ""))
         self.eos_token_ids = end_token_ids(files, vocab)
-        templates = {name: ChatTemplate(text, named) for name, text in files.templates.items()}
-        self.chat_template: ChatTemplate | None = templates.get("default")
-        self.tool_template = templates.get("tool_use", self.chat_template)
+        # A byte-order mark would be the beginning of every prompt.
+        given = {name: text.removeprefix("\ufeff") for name, text in files.templates.items()}
+        sources = [given.get(name) for name in ("default", "tool_use")]
+        templates = {text: ChatTemplate(text, named) for text in set(sources) if text is not None}
+        self._templates = tuple(templates.values())
+        self.chat_template = None if sources[0] is None else templates[sources[0]]
+        self.tool_template = self.chat_template if sources[1] is None else templates[sources[1]]
         self.tool_use: ToolUse | None = None
         """How tools are described to the model and called; None: there is no chat template."""
         if self.tool_template is not None:
@@ -144,14 +149,20 @@ class Tokenizer:
         return (self.token_bytes(token_id) or b"").decode("utf-8", errors="replace")
 
     def apply_chat_template(
+        self, /, messages: Sequence[Mapping[str, Any]], **options: Any
+    ) -> tuple[str, list[int]]:
+        """The prompt of a chat, with the arguments of `chat_prompt`; blocks meanwhile."""
+        return run_steps(self.chat_prompt(messages, **options))
+
+    def chat_prompt(
         self,
         /,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
-    ) -> tuple[str, list[int]]:
-        """The prompt of a chat: (text, token ids). `options`: as for `ChatTemplate.render`.
+    ) -> Steps[tuple[str, list[int]]]:
+        """The prompt of a chat: (text, token ids). `options`: as for `ChatTemplate.rendering`.
 
         The template itself writes BOS and control tokens, so none is added. Control literals in
         messages, tools and options stay text. Raises `RequestError` with `param="messages"` if the
@@ -167,10 +178,20 @@ class Tokenizer:
         marked = self._control.mark(list(messages), list(tools or ()), options)
         messages, tools, options = marked.values
         way = self.tool_use.format if self.tool_use and template is self.tool_template else None
-        rendered = template.render(messages, way, tools=tools, **options)
+        rendered = yield from template.rendering(messages, way, tools=tools, **options)
         # This is needed even if no literal was found: a normalizer may turn other text into one.
         text, prompt = self._control.seal(rendered, marked)
         return text, _encode(self._sealed, prompt, add_special_tokens=False, param="messages")
+
+    def warm(self) -> None:
+        """Start the processes that render the chat templates, without waiting for them."""
+        for template in self._templates:
+            template.warm()
+
+    def rest(self) -> None:
+        """End the processes that render the chat templates until something is to be rendered."""
+        for template in self._templates:
+            template.rest()
 
     def thoughts_before(self, prompt: Sequence[int]) -> tuple[str, str] | None:
         """The marks of thoughts that an answer to this prompt may have before its text, as the chat

@@ -1,14 +1,14 @@
 """`SamplingParams`: how the tokens of one request are chosen; checked when it is made.
 
 `SamplingParams` is what a caller gives; `Sampling` is what is kept of it. The engine knows only
-the second.
+the second. What a caller leaves out is filled in by `types.sampling_defaults`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from infer.errors import RequestError, UnprocessableError
 from infer.types.grammar import KINDS, MAX_GRAMMAR_CHARS, Grammar
@@ -22,10 +22,34 @@ MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_BAD_WORDS = 64
 MAX_PREDICTION_CHARS = 1 << 18
 MAX_TOKENS_CEILING = 2**31 - 1
+MIN_TEMPERATURE = 0.01
+"""a lower temperature is greedy"""
+DEFAULT_MAX_TOKENS = 16
+NO_LIMIT = (-1, -2)
+"""values of `max_tokens` that clients send for "no limit\""""
+DEFAULTED = frozenset({
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "max_tokens", "min_tokens", "stop",
+})  # fmt: skip
+"""fields for which a checkpoint may have a default of its own"""
+
+
+class _Unset:
+    """What an argument is that the caller leaves out."""
+
+    def __repr__(self) -> str:
+        return "the checkpoint's"
+
+
+UNSET: Any = _Unset()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_number(name: str, value: float, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not _is_number(value):
         raise RequestError(f"{name} must be a number, not {type(value).__name__}", param=name)
     if not low <= value <= high:  # also false for NaN
         raise UnprocessableError(
@@ -88,7 +112,7 @@ class Sampling:
     """(token id, value added to its logit, -100 to 100), in ascending order"""
     seed: int | None = None
     """64-bit signed; None = one is chosen from the engine's seed"""
-    max_tokens: int | None = 16
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
     """most tokens that are generated; None = as many as the context has room for"""
     min_tokens: int = 0
     """tokens before which no end-of-sequence or stop token is sampled and no stop string ends the
@@ -118,18 +142,16 @@ class Sampling:
     them from it, and no token depends on it"""
     speculation: bool = True
     """whether an engine that proposes tokens does so for this request; no token depends on it"""
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """names of those fields of `DEFAULTED` that a caller has chosen in a `SamplingParams`"""
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, 2.0)
-        if 0.0 < self.temperature < 0.01:
-            raise UnprocessableError(
-                f"temperature must be 0 (greedy) or between 0.01 and 2, not {self.temperature!r}",
-                param="temperature",
-            )
         _check_int("top_k", self.top_k, -1, 2**31 - 1)
         _check_number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p <= 0.0:
-            raise UnprocessableError("top_p must be above 0 and at most 1", param="top_p")
+        if self.top_p == 0.0 or 0.0 < self.temperature < MIN_TEMPERATURE:
+            message = f"temperature must be 0 (greedy) or at least {MIN_TEMPERATURE}, top_p above 0"
+            raise UnprocessableError(message, param="temperature")
         _check_number("min_p", self.min_p, 0.0, 1.0)
         _check_number("repetition_penalty", self.repetition_penalty, 0.0, 10.0)
         if self.repetition_penalty <= 0.0:
@@ -167,7 +189,11 @@ class SamplingParams(Sampling):
 
     Some fields may be given in more forms than the one that is kept: `stop` as one string,
     `logit_bias` as a mapping, `grammar` as a mapping of `kind` and `text`, and all lists as any
-    iterable.
+    iterable; a `top_p` of 0 or a temperature below 0.01 for greedy, a negative seed for none,
+    `max_tokens=-1` for no limit, and empty strings in `stop` and `bad_words` for nothing.
+
+    A field of `DEFAULTED` that is left out is the checkpoint's where its files name a value. Where
+    they do not, it has the value that `Sampling` shows; `max_tokens` is then at least `min_tokens`.
     """
 
     __slots__ = ()
@@ -176,21 +202,21 @@ class SamplingParams(Sampling):
         self,
         *,
         logit_bias: Mapping[int, float] | Iterable[tuple[int, float]] = (),
-        stop: str | Iterable[str] = (),
+        stop: str | Iterable[str] = UNSET,
         stop_token_ids: Iterable[int] = (),
         grammar: Grammar | Mapping[str, str] | None = None,
         allowed_token_ids: Iterable[int] | None = None,
         bad_words: Iterable[str] = (),
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        presence_penalty: float = 0.0,
-        frequency_penalty: float = 0.0,
+        temperature: float = UNSET,
+        top_k: int = UNSET,
+        top_p: float = UNSET,
+        min_p: float = UNSET,
+        repetition_penalty: float = UNSET,
+        presence_penalty: float = UNSET,
+        frequency_penalty: float = UNSET,
         seed: int | None = None,
-        max_tokens: int | None = 16,
-        min_tokens: int = 0,
+        max_tokens: int | None = UNSET,
+        min_tokens: int = UNSET,
         ignore_eos: bool = False,
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
@@ -198,20 +224,22 @@ class SamplingParams(Sampling):
         prompt_logprobs: int | None = None,
         prediction: str = "",
         speculation: bool = True,
+        given: frozenset[str] = frozenset(),
     ) -> None:
+        """`given`: further fields that are chosen, with their fixed defaults."""
+        chosen = _chosen(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, stop=stop,
+            repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty, max_tokens=max_tokens, min_tokens=min_tokens,
+        )  # fmt: skip
+        given |= chosen.keys()
+        if max_tokens is UNSET and isinstance(min_tokens, int):
+            chosen["max_tokens"] = max(DEFAULT_MAX_TOKENS, min_tokens)
         super().__init__(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
+            **chosen,
+            given=given,
             logit_bias=_clean_logit_bias(logit_bias),
-            seed=seed,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop=_clean_strings("stop", stop, MAX_STOP_STRINGS),
+            seed=_clean_seed(seed),
             stop_token_ids=_clean_ids("stop_token_ids", stop_token_ids, MAX_STOP_TOKEN_IDS),
             ignore_eos=ignore_eos,
             include_stop_str_in_output=include_stop_str_in_output,
@@ -226,8 +254,45 @@ class SamplingParams(Sampling):
         )
 
     def replace(self, **changes: object) -> SamplingParams:
-        """A copy with some fields changed; checked like a new one."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        """A copy with some fields changed, which are then given; checked like a new one."""
+        return SamplingParams(**{**self._arguments(), **changes})
+
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments that make an equal one."""
+        left_out = {"given", *(DEFAULTED - self.given)}
+        names = (each.name for each in fields(self) if each.name not in left_out)
+        return {name: getattr(self, name) for name in names}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (self._arguments(),)
+
+
+def _made_again(arguments: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**arguments)
+
+
+def _chosen(**arguments: Any) -> dict[str, Any]:
+    """Those of the fields of `DEFAULTED` that are given, each in the form that is kept."""
+    chosen = {name: value for name, value in arguments.items() if value is not UNSET}
+    temperature, limit = chosen.get("temperature", 0.0), chosen.get("max_tokens")
+    _check_number("temperature", temperature, 0.0, 2.0)
+    if 0.0 < temperature < MIN_TEMPERATURE:
+        chosen["temperature"] = 0.0
+    if _is_number(chosen.get("top_p")) and chosen["top_p"] == 0:
+        chosen |= {"top_p": 1.0, "temperature": 0.0}
+    if type(limit) is int and limit in NO_LIMIT:
+        chosen["max_tokens"] = None
+    if "stop" in chosen:
+        chosen["stop"] = _clean_strings("stop", chosen["stop"], MAX_STOP_STRINGS)
+    return chosen
+
+
+def _clean_seed(seed: int | None) -> int | None:
+    """The seed; None for a negative one, which clients send for a random one."""
+    if seed is None:
+        return None
+    _check_int("seed", seed, -(2**63), 2**63 - 1)
+    return None if seed < 0 else seed
 
 
 def _clean_strings(name: str, strings: str | Iterable[str], limit: int) -> tuple[str, ...]:
@@ -235,16 +300,16 @@ def _clean_strings(name: str, strings: str | Iterable[str], limit: int) -> tuple
         strings = (strings,)
     if not isinstance(strings, Iterable):
         raise RequestError(f"{name} must be a string or a list of strings", param=name)
-    kept = tuple(strings)
+    kept = tuple(string for string in strings if string not in (None, ""))  # they stop nothing
     _check_count(name, len(kept), limit, "strings")
     for string in kept:
         if not isinstance(string, str):
             raise RequestError(
                 f"{name} must contain strings, not {type(string).__name__}", param=name
             )
-        if not 1 <= len(string) <= MAX_STOP_STRING_CHARS:
+        if len(string) > MAX_STOP_STRING_CHARS:
             raise UnprocessableError(
-                f"a string of {name} must have 1 to {MAX_STOP_STRING_CHARS} characters,"
+                f"a string of {name} must have at most {MAX_STOP_STRING_CHARS} characters,"
                 f" not {len(string)}",
                 param=name,
             )

@@ -22,11 +22,16 @@ def profile(kind: str, *options: str, model: str = MODEL) -> dict[str, object]:
         command += ["--request-count", str(NUM_REQUESTS), "--isl", "40", "--osl", str(NUM_TOKENS)]
         command += ["--extra-inputs", "ignore_eos:true", "--ui", "none", "--artifact-dir", out]
         done = subprocess.run(
-            [*command, *options], cwd=out, capture_output=True, text=True, timeout=200
+            [*command, *options],
+            cwd=out,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            encoding="utf-8",
         )
         file = Path(out, "profile_export_aiperf.json")
         assert file.exists(), (done.stdout + done.stderr)[-3000:]
-        found: dict[str, object] = json.loads(file.read_text())
+        found: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 

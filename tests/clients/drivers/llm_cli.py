@@ -37,8 +37,8 @@ ENTRY = """\
 TEXT = "  completion: true\n"
 entries = [ENTRY.format(name=name, url=URL) for name in (MODEL, TOOL_MODEL)]
 entries.append(ENTRY.format(name=MODEL, url=URL).replace("model_id: ", "model_id: text-") + TEXT)
-Path(FOLDER.name, "extra-openai-models.yaml").write_text("".join(entries))
-Path(FOLDER.name, "keys.json").write_text(json.dumps({"infer": KEY}))
+Path(FOLDER.name, "extra-openai-models.yaml").write_text("".join(entries), encoding="utf-8")
+Path(FOLDER.name, "keys.json").write_text(json.dumps({"infer": KEY}), encoding="utf-8")
 COMMAND = str(Path(sys.executable).with_name("llm"))
 NO_END = {"1": -100, "5": -100}
 """a bias against the tokens that end a story"""
@@ -47,7 +47,9 @@ GREEDY = ["-o", "temperature", "0", "-o", "max_tokens", "16"]
 
 def run(*arguments: str) -> str:
     """`llm ARGUMENTS`; what it has written."""
-    done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [COMMAND, *arguments], capture_output=True, text=True, timeout=60, encoding="utf-8"
+    )
     if done.returncode:
         raise RuntimeError(done.stderr)
     return done.stdout

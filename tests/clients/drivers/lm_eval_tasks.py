@@ -37,13 +37,19 @@ def evaluate(
             "HF_HOME": folder,
         }
         done = subprocess.run(
-            command, cwd=TASKS, env=environment, capture_output=True, text=True, timeout=300
+            command,
+            cwd=TASKS,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            encoding="utf-8",
         )
         assert done.returncode == 0, done.stderr[-1500:]
         (results,) = Path(folder).rglob("results_*.json")
         (samples,) = Path(folder).rglob("samples_*.jsonl")
-        scores = json.loads(results.read_text())["results"][task]
-        lines = [json.loads(line) for line in samples.read_text().splitlines()]
+        scores = json.loads(results.read_text(encoding="utf-8"))["results"][task]
+        lines = [json.loads(line) for line in samples.read_text(encoding="utf-8").splitlines()]
     score = next(scores[name] for name in ("acc,none", "exact_match,none") if name in scores)
     return score, sorted(lines, key=lambda line: line["doc_id"])
 

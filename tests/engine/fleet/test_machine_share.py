@@ -94,15 +94,15 @@ def test_an_engine_that_does_not_fit_says_how_many_would() -> None:
 
 
 def test_the_plan_of_replicas_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["plan", "--device", "cpu", "--free-gib", "4", "--replicas"]
+    arguments = ["plan", "--device", "cpu", "--free-gib", "65536", "--replicas"]
     with pytest.raises(SystemExit) as ended:
-        app([*arguments, "1000", "--json"], prog_name="infer")
+        app([*arguments, "64", "--json"], prog_name="infer")
     assert ended.value.code == 1
     found = json.loads(capsys.readouterr().out)
     cores = read_processors().num_threads(all_nodes=True)
-    assert (found["replicas"], found["replicas_that_fit"], found["fits"]) == (1000, cores, False)
+    assert (found["replicas"], found["replicas_that_fit"], found["fits"]) == (64, cores, False)
     with pytest.raises(SystemExit):
-        app([*arguments, "1000"], prog_name="infer")
+        app([*arguments, "64"], prog_name="infer")
     assert f"--replicas {cores} does" in capsys.readouterr().out
 
 
@@ -128,7 +128,11 @@ def test_two_engines_stay_on_cores_of_their_own() -> None:
     found = []
     for index in (0, 1):
         command = [sys.executable, "-c", CHILD, str(index)]
-        found.append(subprocess.run(command, env=env, capture_output=True, text=True, check=True))
+        found.append(
+            subprocess.run(
+                command, env=env, capture_output=True, text=True, check=True, encoding="utf-8"
+            )
+        )
     (one, first), (two, second) = (each.stdout.rsplit(" ", 1) for each in found)
     assert not set(json.loads(one)) & set(json.loads(two))
     assert int(first) + int(second) <= processors.num_threads(all_nodes=True)

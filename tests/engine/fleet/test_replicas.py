@@ -19,6 +19,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.process.launch import FleetSettings
 from infer.engine.process.supervisor import EngineProcess
 from infer.types import Request, TokenLogprobs
+from tests.support.cases import timed
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import fake_logprobs, launch_hash_llm, processes_of, solo
 from tests.support.server_process import Findings
@@ -77,8 +78,9 @@ class Streams:
         return max(await asyncio.gather(*self.tasks))
 
 
+@timed(2)
 def test_a_killed_engine_loses_nothing_and_the_other_goes_on_at_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, most_s: float
 ) -> None:
     async def body(llm: AsyncLLM) -> None:
         streams = Streams(llm, 16)
@@ -86,7 +88,7 @@ def test_a_killed_engine_loses_nothing_and_the_other_goes_on_at_once(
         both = (first, second)
         await until(lambda: all(p.stats().counters.num_sampled_tokens > 200 for p in both))
         send(first, signal.SIGKILL)
-        assert await streams.longest_pause_s() < 2
+        assert await streams.longest_pause_s() < most_s
         stats = llm.stats()
         assert (stats["num_restarts"], stats["num_moved"]) == (1, 8)
         assert stats["num_moved_unequal"] == 0
@@ -101,14 +103,15 @@ def test_a_killed_engine_loses_nothing_and_the_other_goes_on_at_once(
     assert "replica-1: the engine process has died (SIGKILL) with 8 requests" in caplog.text
 
 
-def test_a_stopped_engine_is_left_and_takes_part_again_when_it_wakes() -> None:
+@timed(2.5 + 2)
+def test_a_stopped_engine_is_left_and_takes_part_again_when_it_wakes(most_s: float) -> None:
     async def body(llm: AsyncLLM) -> None:
         streams = Streams(llm, 8)
         first, _ = processes_of(llm)
         pid = first.pid
         await until(lambda: first.stats().counters.num_sampled_tokens > 100)
         send(first, signal.SIGSTOP)
-        assert 2 < await streams.longest_pause_s() < 2.5 + 2
+        assert 2 < await streams.longest_pause_s() < most_s
         before = llm.stats()
         assert before["num_moved"] == 4
         send(first, signal.SIGCONT)

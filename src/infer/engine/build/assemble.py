@@ -23,10 +23,12 @@ from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size
 from infer.engine.build.checkpoint import (
     Checkpoint,
     chosen_blocks,
+    defaults_for,
     find_checkpoint,
     text_of,
 )
 from infer.engine.build.draft_checkpoint import check_vocabulary, find_draft
+from infer.engine.build.exactness import trade_of
 from infer.engine.build.fingerprints import fingerprint_of
 from infer.engine.build.machine_share import MachineShare
 from infer.engine.build.memory_plan import (
@@ -40,7 +42,7 @@ from infer.engine.build.memory_plan import (
 from infer.engine.build.processors import read_processors
 from infer.engine.build.runner_factory import RunnerFactory, make_attention, pages_that_fit
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import InputProcessor, log_tool_use
+from infer.engine.client.input import InputProcessor, log_defaults, log_tool_use
 from infer.engine.core import EngineCore
 from infer.engine.loop import Announce, Blueprint, EngineThread
 from infer.errors import ConfigError, LoadError
@@ -49,6 +51,7 @@ from infer.kernels import cuda
 from infer.kernels.invariance import batch_invariance_problem
 from infer.models.model import Model, build_model
 from infer.models.weights import WeightSource
+from infer.readable_text import readable
 from infer.runner.grammar_masks import Restrictions
 from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
@@ -61,6 +64,7 @@ from infer.text.library_tokenizer import read_vocabulary
 from infer.text.tokenizer import Tokenizer
 from infer.types.engine_limits import EngineLimits
 from infer.types.fingerprint import Fingerprint
+from infer.types.sampling_defaults import SamplingDefaults
 
 log = logging.getLogger(__name__)
 
@@ -85,11 +89,12 @@ def assemble(config: EngineConfig) -> EngineParts:
     blueprint = prepare(config)
     tokenizer = Tokenizer(blueprint.files)
     log_tool_use(tokenizer)
+    defaults = blueprint.files.sampling
+    log_defaults(blueprint.model_name, defaults)
     core, limits = blueprint.build(lambda request_id: None)
     main_memory.return_freed_memory()
-    return EngineParts(
-        core, InputProcessor(tokenizer, limits, config.seed or 0), blueprint.model_name
-    )
+    input_processor = InputProcessor(tokenizer, limits, config.seed or 0, defaults)
+    return EngineParts(core, input_processor, blueprint.model_name)
 
 
 def prepare(
@@ -132,17 +137,17 @@ def prepare(
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
     if plan.products:
         log.info("linear layers: %s", plan.products)
+    if trade := trade_of(plan.dtype):
+        log.info("weights in %s: %s", plan.dtype, trade)
     spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
-    torch.set_num_threads(
-        config.num_threads or machine.default_threads(spare, all_nodes=config.numa == "all")
-    )
+    torch.set_num_threads(machine.num_threads(config, spare))
 
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
             return _build(config, checkpoint, draft, plan, dtype, device, announce)
 
     return Blueprint(
-        model_name=config.served_model_name or checkpoint.name,
+        model_name=readable(config.served_model_name or checkpoint.name),
         files=text_of(checkpoint, config),
         build=build,
         pinned=lambda core: pinned_settings(core, device),
@@ -258,6 +263,7 @@ def _build(
     restrictions = Restrictions(lambda: _grammar_compiler(checkpoint, config))
     before = machine.used_bytes(device)
     with reading(f"the weights of {checkpoint.name}"):
+        checkpoint.verify()
         source = _source(config, checkpoint, dtype, device)
         model = build_model(model_config, source, plan.max_seq_len)
     after = machine.used_bytes(device)
@@ -325,6 +331,7 @@ def _drafter(
     if draft is None or settings is None or sizes is None:
         return None
     with reading(f"the weights of the draft model {draft.name}"):
+        draft.verify()
         source = draft.source(machine.choose_dtype(settings, draft.config, device), device)
         source = source.with_layers(settings.weight_format, settings.batch_invariant)
         model = build_model(draft.config, source, sizes.max_seq_len)
@@ -413,6 +420,11 @@ def _scheduler_config(
         hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",
         keep_computed=keep_computed,
     )
+
+
+def request_defaults(config: EngineConfig) -> SamplingDefaults:
+    """What requests to this model get where they leave out fields; reads no weights."""
+    return defaults_for(find_checkpoint(config.model, revision=config.revision), config)
 
 
 def plan_for(config: EngineConfig, *, free: int | None = None, replicas: int = 1) -> MemoryPlan:

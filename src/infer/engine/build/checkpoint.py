@@ -1,13 +1,14 @@
 """`Checkpoint`: configuration, text files and weights of a model on disk, in either file format
 
-A checkpoint is a folder in Hugging Face's layout or a single GGUF file, given by a local path or a
-hub id; later code does not distinguish them. Opening reads the configuration only; text files and
-weights are read on demand. Used by `engine.build.assemble`.
+A checkpoint is a folder in Hugging Face's layout or a single GGUF file, given by a local path, an
+installed package or a hub id; later code does not distinguish them. Opening reads the configuration
+only; text files and weights are read on demand. Used by `engine.build.assemble`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,15 @@ from infer.errors import ConfigError, LoadError
 from infer.files import MAX_CONFIG_BYTES, read_text, reading
 from infer.kernels.linear import native_obstacle
 from infer.models.gguf_file import GGUFFile
-from infer.models.hub import SHIPPED_FOLDER, locate
+from infer.models.hub import SHIPPED_FOLDER, locate, verify
 from infer.models.model_config import ModelConfig
 from infer.models.registry import read_model_config
 from infer.models.weights import BlockReader, WeightSource, dummy_source, open_checkpoint
-from infer.text.checkpoint_text import TextFiles, read_text_files
+from infer.text.checkpoint_text import TextFiles, read_defaults, read_text_files
+from infer.text.generation_config import FILE, defaults_of_gguf
 from infer.text.gguf_vocab import text_files
-from infer.text.trial import try_patterns
+from infer.text.untrusted.pattern_trial import try_patterns
+from infer.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +51,31 @@ class Checkpoint:
     config: ModelConfig
     text: Callable[[], TextFiles]
     """reads tokenizer and chat templates"""
+    defaults: Callable[[], SamplingDefaults]
+    """reads what it says about requests that leave out fields"""
     source: Callable[[torch.dtype, torch.device], WeightSource]
     """opens the weights, as tensors of a dtype on a device"""
     blocks: CheckpointBlocks | None = None
     """the blocks of a GGUF file with quantised weights; else None"""
+    verify: Callable[[], None] = lambda: None
+    """reads the weights' files and raises `LoadError` if one has another checksum than is listed"""
 
 
 def find_checkpoint(
     model: str | None, *, revision: str | None = None, dummy: bool = False
 ) -> Checkpoint:
-    """Find the checkpoint that `model` names (a path, a hub id, or None for the shipped model).
+    """Find the checkpoint that `model` names, as `models.hub.locate` has it.
 
     `dummy` gives it random weights. Raises `LoadError` if there is no such checkpoint.
     """
     path, name = locate(model, revision=revision)
-    with reading(str(path)):
-        return _open(path, name, dummy)
+    try:
+        with reading(str(path)):
+            found = _open(path, name, dummy)
+    except LoadError:
+        verify(model)  # a damaged download is said to be one
+        raise
+    return dataclasses.replace(found, verify=functools.partial(verify, model))
 
 
 def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
@@ -74,6 +86,7 @@ def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
             name,
             file.config,
             text=lambda: text_files(file.metadata, str(path)),
+            defaults=lambda: defaults_of_gguf(file.metadata),
             source=dummy_source if dummy else file.source,
             blocks=CheckpointBlocks(kinds, file.block_reader(), file.block_reader(planned=True))
             if kinds
@@ -85,6 +98,7 @@ def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
         name,
         read_model_config(path),
         text=lambda: read_text_files(SHIPPED_FOLDER if borrows else path),
+        defaults=lambda: read_defaults(path),
         source=dummy_source if dummy else lambda *where: open_checkpoint(path, *where),
     )
 
@@ -104,13 +118,18 @@ def chosen_blocks(
 
 def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
     """The text files of a checkpoint, with the operator's settings (`tool_parser`,
-    `chat_template`) applied.
+    `generation_config`, `chat_template`) applied.
 
-    Raises `ConfigError` if the file of the chat template cannot be read.
+    Raises `ConfigError` if a file that such a setting names cannot be read.
     """
-    with reading(f"the tokenizer of {checkpoint.name}"):
-        files = dataclasses.replace(checkpoint.text(), tool_parser=config.tool_parser)
-        try_patterns(files.tokenizer_json)
+    try:
+        with reading(f"the tokenizer of {checkpoint.name}"):
+            files = dataclasses.replace(checkpoint.text(), tool_parser=config.tool_parser)
+            try_patterns(files.tokenizer_json)
+    except LoadError:
+        checkpoint.verify()
+        raise
+    files = dataclasses.replace(files, sampling=defaults_for(checkpoint, config))
     if config.chat_template is None:
         return files
     path = Path(config.chat_template)
@@ -125,3 +144,19 @@ def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
         message = f"{config.chat_template!r} cannot be read: {reason}"
         raise ConfigError("chat_template", message) from None
     return dataclasses.replace(files, templates={"default": template})
+
+
+def defaults_for(checkpoint: Checkpoint, config: EngineConfig) -> SamplingDefaults:
+    """The defaults of requests: the checkpoint's, or what `generation_config` chooses.
+
+    Raises `LoadError` for a checkpoint's file that cannot be read, `ConfigError` for a chosen one.
+    """
+    if config.generation_config == "auto":
+        return checkpoint.defaults()
+    if config.generation_config == "none":
+        return NO_DEFAULTS
+    folder = Path(config.generation_config)
+    try:
+        return read_defaults(folder, f"{FILE} of --generation-config", must_exist=True)
+    except LoadError as error:
+        raise ConfigError("generation_config", str(error)) from None

@@ -12,6 +12,7 @@ import torch
 from infer.config import EngineConfig
 from infer.control_groups import ROOT
 from infer.engine.build import hardware
+from infer.engine.build.exactness import trade_of
 from infer.engine.build.memory_plan import gib
 from infer.engine.build.processors import Processors, read_processors
 from infer.errors import ConfigError
@@ -76,7 +77,7 @@ def _versions() -> str:
 
 def _processor(root: Path) -> Finding:
     try:
-        lines = (root / "proc/cpuinfo").read_text().splitlines()
+        lines = (root / "proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return Finding("processor", platform.processor() or platform.machine())
     entries = [line.partition(":") for line in lines]
@@ -108,7 +109,7 @@ def _memory(device: torch.device, root: Path) -> Finding:
     free = gib(hardware.free_bytes(torch.device("cpu")))
     text = f"{free} free for weights and KV cache"
     try:
-        huge = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        huge = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
     except OSError:
         return Finding("memory", text)
     advice = ""
@@ -158,10 +159,13 @@ def _dtype() -> Finding:
         formats = f"int8 and int4 are not possible: {reason}"
     if reason := bfloat16_obstacle():
         state = f"float32, as bfloat16 is slower here: {reason}; {formats}"
-        return Finding(
-            "dtype", state, "" if quantization_obstacle() else "weights in int8 (--dtype int8)"
-        )
-    return Finding("dtype", f"bfloat16; {formats}", "weights in int8 or int4 (--dtype), less exact")
+        return Finding("dtype", state, "" if quantization_obstacle() else _narrower("int8"))
+    advice = "" if quantization_obstacle() else f"{_narrower('int8')}; {_narrower('int4')}"
+    return Finding("dtype", f"bfloat16; {formats}", advice)
+
+
+def _narrower(weight_format: str) -> str:
+    return f"weights in {weight_format} (--dtype {weight_format}): {trade_of(weight_format)}"
 
 
 def _cache() -> Finding:

@@ -6,6 +6,8 @@ differ, because checkpoints pad their vocabularies.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from infer.config import EngineConfig
 from infer.engine.build.checkpoint import Checkpoint, find_checkpoint
 from infer.errors import ConfigError
@@ -32,7 +34,7 @@ def check_vocabulary(files: TextFiles, draft: Checkpoint) -> None:
 
     `files`: the model's.
     """
-    own, other = Tokenizer(files), Tokenizer(draft.text())
+    own, other = (Tokenizer(replace(each, templates={})) for each in (files, draft.text()))
     differing = [
         token_id
         for token_id in range(max(own.vocab_size, other.vocab_size))

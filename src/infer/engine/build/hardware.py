@@ -140,6 +140,24 @@ def choose_cache_dtype(
     return torch.int8 if pays or wanted == "int8" else dtype
 
 
+def num_threads(config: EngineConfig, spare: int = 0) -> int:
+    """The number of threads of an engine with these settings; `spare`: see `default_threads`.
+
+    Raises `ConfigError` for more than this machine can use: each takes memory and system limits,
+    and what fails for want of them would be told as something else.
+    """
+    if config.num_threads is None:
+        return default_threads(spare, all_nodes=config.numa == "all")
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if config.num_threads > most:
+        raise ConfigError(
+            "num_threads",
+            f"must be at most {most} on this machine, which has {os.cpu_count()} processors; not"
+            f" {config.num_threads}",
+        )
+    return config.num_threads
+
+
 def default_threads(spare: int = 0, *, all_nodes: bool = False) -> int:
     """Default number of threads: OMP_NUM_THREADS if set, else the cores that `Processors` chooses,
     less `spare`. `all_nodes`: cores of all NUMA nodes."""

@@ -8,10 +8,13 @@ several nodes stays in one of them. Each GPU belongs to one engine. No torch.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from infer.config import MAX_REPLICAS
 from infer.engine.build.processors import Core, Processors, read_processors
 from infer.errors import ConfigError
 from infer.main_memory import available_bytes
@@ -57,12 +60,15 @@ def _num_threads(processors: Processors) -> int:
 def shares_of(count: int, device: str) -> list[Mapping[str, Any]]:
     """What each of `count` engines gets, as settings; nothing for a single one.
 
-    Raises `ConfigError` if there are more engines than cores. `device`: of `EngineConfig`; on a GPU
-    the engine itself finds out whether there are enough of them."""
+    Raises `ConfigError` if there are more engines than cores, or than `MAX_REPLICAS`. `device`: of
+    `EngineConfig`; on a GPU the engine itself finds out whether there are enough of them."""
     if count == 1:
         return [{}]
+    if count > MAX_REPLICAS:
+        raise ConfigError("replicas", f"must be at most {MAX_REPLICAS}, not {count}")
     num_cores = _num_threads(read_processors())
-    if device == "cpu" and count > num_cores:
+    is_on_cpu = device == "cpu" or (device == "auto" and not may_have_gpu())
+    if is_on_cpu and count > num_cores:
         raise ConfigError(
             "replicas",
             f"{count} do not fit: an engine needs a core, and there are {num_cores} here; at most"
@@ -74,6 +80,16 @@ def shares_of(count: int, device: str) -> list[Mapping[str, Any]]:
         )
     each = available_bytes() // count
     return [{SETTING: asdict(MachineShare(index, count, each))} for index in range(count)]
+
+
+def may_have_gpu(devices: Path = Path("/dev")) -> bool:
+    """Whether device=auto may become a GPU here, as far as can be told without torch: whether the
+    system has a device of its driver. Where that cannot be told it may."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        return False
+    if sys.platform != "linux":
+        return sys.platform != "darwin"
+    return any(next(devices.glob(name), None) for name in ("nvidia[0-9]*", "dxg"))
 
 
 def stay_on(cores: tuple[Core, ...]) -> None:

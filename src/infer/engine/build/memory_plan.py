@@ -16,6 +16,7 @@ from torch import Tensor
 
 from infer.config import DEFAULT_PAGE_SIZE, EngineConfig
 from infer.engine.build.checkpoint import CheckpointBlocks
+from infer.engine.build.exactness import cost_of, trade_of
 from infer.engine.build.hardware import (
     choose_cache_dtype,
     choose_device,
@@ -128,7 +129,8 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """The plan as JSON values."""
-        return {**asdict(self), "sequences_that_fit": self.sequences_that_fit()}
+        more = {"exactness": cost_of(self.dtype), "sequences_that_fit": self.sequences_that_fit()}
+        return asdict(self) | more
 
     def __str__(self) -> str:
         return "\n".join(f"  {what:<20}{how_much}" for what, how_much in self.rows())
@@ -142,6 +144,7 @@ class MemoryPlan:
             ("model", f"{self.model}, {self.num_parameters / 1e6:,.1f} M parameters"),
             ("computed in", f"{self.dtype} on {self.device}"),
             *([("linear layers", self.products)] if self.products else []),
+            *([("exactness", trade)] if (trade := trade_of(self.dtype)) else []),
             ("free memory", gib(self.free_bytes)),
             ("weights", gib(self.weight_bytes)),
             ("activations", f"{gib(self.activation_bytes)} in a step of"
@@ -253,8 +256,9 @@ def _num_seats(config: EngineConfig, device: torch.device) -> int:
 
 
 def _kv_bytes_per_token(model: ModelConfig, cache_dtype: torch.dtype) -> int:
-    heads = 2 * model.num_layers * model.num_kv_heads
-    return heads * cell_bytes(model.head_dim, cache_dtype)
+    return sum(
+        2 * layer.num_kv_heads * cell_bytes(layer.head_dim, cache_dtype) for layer in model.layers()
+    )
 
 
 def _cache_budget(

@@ -151,9 +151,7 @@ class RunnerFactory:
             backend = TritonBackend(
                 storage.keys,
                 storage.values,
-                num_heads=shape.num_heads,
-                scale=shape.attention_scale,
-                windows=[shape.window(layer) for layer in range(shape.num_layers)],
+                **shape.attention(),
                 ordered=self.config.batch_invariant,
             )
             log.info("attention: Triton kernels")
@@ -231,13 +229,7 @@ def make_attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> Atten
     if wanted == "auto" and reason and cache.device.type == "cpu":
         log.warning("attention will be several times slower than it could be: %s", reason)
     kind = SDPABackend if wanted == "sdpa" or reason else NativeBackend
-    backend = kind(
-        storage.keys,
-        storage.values,
-        num_heads=shape.num_heads,
-        scale=shape.attention_scale,
-        windows=[shape.window(layer) for layer in range(shape.num_layers)],
-    )
+    backend = kind(storage.keys, storage.values, **shape.attention())
     isa = f"native, {backend.isa}" if isinstance(backend, NativeBackend) else "torch's SDPA"
     log.info("attention: %s", isa)
     return backend

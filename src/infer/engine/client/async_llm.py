@@ -25,6 +25,7 @@ from infer.engine.client.mailbox import Mailbox, MailboxLimits, OpenRequest
 from infer.engine.client.output import OutputProcessor, collected
 from infer.engine.client.waiting_tokens import WaitingTokens
 from infer.errors import CancelledError, EngineDeadError, EngineError, OverloadedError, RequestError
+from infer.text.untrusted.workers import Steps
 from infer.types import (
     FinishReason,
     Request,
@@ -136,8 +137,12 @@ class AsyncLLM:
         self.tokenizer = input_processor.tokenizer
         self.make_request = input_processor.make_request
         """see `InputProcessor.make_request`"""
-        self.check_sampling = input_processor.check
-        """see `InputProcessor.check`"""
+        self.another_choice = input_processor.another_choice
+        """see `InputProcessor.another_choice`"""
+        self.check_sampling = input_processor.checking
+        """see `InputProcessor.checking`"""
+        self.sampling_defaults = input_processor.defaults
+        """what requests get where they leave out fields"""
         self.max_seq_len = input_processor.limits.max_seq_len
         """maximum length of prompt and output together, in tokens"""
         self.vocab_size = input_processor.limits.vocab_size
@@ -167,9 +172,10 @@ class AsyncLLM:
         second app over the same engine, replaces the first."""
         self._observer = observer
 
-    def expect_grammars(self) -> None:
-        """Start the grammar checker in the background; otherwise the first grammar waits for it."""
-        self._input_processor.grammars.warm()
+    def warm_workers(self) -> None:
+        """Start the processes for grammars and chat templates in the background; otherwise the
+        first that needs one waits for it."""
+        self._input_processor.warm()
 
     @property
     def is_alive(self) -> bool:
@@ -230,9 +236,10 @@ class AsyncLLM:
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any
-    ) -> list[int]:
-        """The token ids of a conversation; see `Tokenizer.apply_chat_template`."""
-        return self.tokenizer.apply_chat_template(messages, **template_arguments)[1]
+    ) -> Steps[list[int]]:
+        """The token ids of a conversation; see `Tokenizer.chat_prompt`."""
+        _, ids = yield from self.tokenizer.chat_prompt(messages, **template_arguments)
+        return ids
 
     def refusal(self) -> OverloadedError | None:
         """The error for one more request if the queue is full, which is then counted as refused;

@@ -11,19 +11,28 @@ import logging
 import random
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from infer.errors import RequestError, UnprocessableError, too_long
 from infer.text.grammars.compiler import Vocabulary
-from infer.text.grammars.grammar_checker import GrammarChecker
 from infer.text.tokenizer import Tokenizer
+from infer.text.untrusted.grammar_checker import GrammarChecker
+from infer.text.untrusted.workers import Steps, run_steps
 from infer.types import Request, Sampling, SamplingParams
 from infer.types.engine_limits import EngineLimits
+from infer.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 
 log = logging.getLogger(__name__)
 
 _MAX_SHRINKING = 4
 """largest factor by which a tokenizer's normalisation may shorten a text"""
+
+
+def log_defaults(model_name: str, defaults: SamplingDefaults) -> None:
+    """Log the defaults of requests, and warnings about what a checkpoint asks for in vain."""
+    log.info("%s: defaults of requests: %s", model_name, defaults)
+    for note in defaults.notes:
+        log.warning("%s: %s", model_name, note)
 
 
 def log_tool_use(tokenizer: Tokenizer) -> None:
@@ -45,14 +54,24 @@ class CheckedSampling:
     """approximate bytes of the compiled grammar"""
     prediction_token_ids: tuple[int, ...] = ()
     """tokens of `prediction`, as many as a sequence may have"""
+    defaulted: frozenset[str] = frozenset()
+    """fields that have a default of the checkpoint, which refuses nothing"""
 
 
 class InputProcessor:
     """See the module's docstring."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: EngineLimits, seed: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        limits: EngineLimits,
+        seed: int = 0,
+        defaults: SamplingDefaults = NO_DEFAULTS,
+    ) -> None:
+        """`defaults`: what the checkpoint says about fields that a `SamplingParams` leaves out."""
         self.tokenizer = tokenizer
         self.limits = limits
+        self.defaults = defaults
         self.grammars = GrammarChecker(lambda: Vocabulary.of(tokenizer, limits.vocab_size))
         self._seeds = random.Random(seed)
         self._eos = tuple(i for i in tokenizer.eos_token_ids if i < limits.vocab_size)
@@ -90,7 +109,7 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             sampling=sampling,
             seed=seed,
-            max_tokens=self._max_tokens(len(token_ids), sampling),
+            max_tokens=self._max_tokens(len(token_ids), checked),
             eos_token_ids=() if sampling.ignore_eos else self._eos,
             priority=priority,
             # Cached pages give no logits, so log-probabilities of the prompt exclude sharing.
@@ -102,19 +121,46 @@ class InputProcessor:
             prediction_token_ids=checked.prediction_token_ids,
         )
 
+    def another_choice(self, request: Request, request_id: str, seed: int | None) -> Request:
+        """The same request with another id and seed (None: a random one), which is made in a time
+        that does not depend on the prompt."""
+        shares = request.cache_scope != request.request_id
+        return replace(
+            request,
+            request_id=request_id,
+            seed=self._seeds.getrandbits(63) if seed is None else seed,
+            cache_scope=request.cache_scope if shares else request_id,
+        )
+
+    def warm(self) -> None:
+        """Start the processes for grammars and chat templates, without waiting for them."""
+        self.grammars.warm()
+        self.tokenizer.warm()
+
     def close(self) -> None:
-        """End the grammar checker's process."""
+        """End the processes for grammars and chat templates."""
         self.grammars.close()
+        self.tokenizer.rest()
 
     def check(self, sampling: Sampling) -> CheckedSampling:
-        """Check everything about a sampling that depends on the model but not on the prompt: token
-        ids, grammar, bad words. Raises `RequestError`. The time is linear in the fields' sizes."""
+        """Check a sampling, and block meanwhile; see `checking`."""
+        return run_steps(self.checking(sampling))
+
+    def checking(self, sampling: Sampling) -> Steps[CheckedSampling]:
+        """Fill in the checkpoint's defaults (into a `SamplingParams`; a bare `Sampling` is
+        complete), and check everything that depends on the model but not on the prompt: token ids,
+        grammar, bad words. Raises `RequestError`. The time is linear in the fields' sizes."""
+        defaulted: frozenset[str] = frozenset()
+        if isinstance(sampling, SamplingParams):
+            defaulted = frozenset(self.defaults.values.keys() - sampling.given)
+            sampling = self.defaults.fill(sampling)
         self._check_ids(sampling)
         num_bytes = 0
         if sampling.grammar is not None:
-            num_bytes = self.grammars.check(sampling.grammar)
+            num_bytes = yield from self.grammars.checking(sampling.grammar)
         predicted = self._predicted(sampling.prediction)
-        return CheckedSampling(sampling, self._spellings(sampling.bad_words), num_bytes, predicted)
+        bad_words = self._spellings(sampling.bad_words)
+        return CheckedSampling(sampling, bad_words, num_bytes, predicted, defaulted)
 
     def _predicted(self, text: str) -> tuple[int, ...]:
         """The token ids of a prediction; a part of it that is no text is replaced."""
@@ -193,16 +239,18 @@ class InputProcessor:
             raise too_long(limit, found, param="prompt")
         return limit - num_prompt
 
-    def _max_tokens(self, num_prompt: int, sampling: Sampling) -> int:
+    def _max_tokens(self, num_prompt: int, checked: CheckedSampling) -> int:
         limit, room = self.limits.max_seq_len, self._remaining_tokens(num_prompt)
-        wanted = room if sampling.max_tokens is None else sampling.max_tokens
+        most, least = checked.sampling.max_tokens, checked.sampling.min_tokens
+        wanted = room if most is None else most
+        if "max_tokens" in checked.defaulted:
+            wanted = min(wanted, room)
         if wanted > room:
             found = f"prompt ({num_prompt}) + max_tokens ({wanted}) is {num_prompt + wanted}"
             raise too_long(limit, found, param="max_tokens")
-        if sampling.min_tokens > wanted:
+        if least > wanted and "min_tokens" not in checked.defaulted:
             raise UnprocessableError(
-                f"min_tokens ({sampling.min_tokens}) exceeds the {wanted} tokens that there is"
-                " room for",
+                f"min_tokens ({least}) exceeds the {wanted} tokens that there is room for",
                 param="min_tokens",
             )
         return wanted

@@ -1,9 +1,10 @@
 """The engine process: builds an engine from `Begin`, and runs it until its parent has gone.
 
-`python -m infer.engine.process.child FD PARENT` is started by `engine.process.supervisor` with one
-end of a socket pair. Commands are read by a thread of their own, so that the end of the parent is
-seen at once, whatever a step is doing. The process ignores the signals that a terminal or process
-manager sends to the whole group: its parent decides when it ends.
+`python -m infer.engine.process.child FD PARENT STACKS` is started by `engine.process.engine_run`
+with one end of a socket pair and a file for the stacks of its threads. Commands are read by a
+thread of their own, so that the end of the parent is seen at once, whatever a step is doing. The
+process ignores the signals that a terminal or process manager sends to the whole group: its parent
+decides when it ends.
 
 After `Prepare` it stands by: it has imported what an engine needs, holds no GPU, and waits for
 `Begin` without a thread that computes.
@@ -35,6 +36,7 @@ from infer.engine.commands import Command
 from infer.engine.loop import Blueprint, EngineLoop, freeze_heap
 from infer.errors import LoadError
 from infer.main_memory import return_freed_memory
+from infer.signals import leave_signals_to_parent
 from infer.types import ErrorRecord, StepOutput
 from infer.types.step_events import StepEvents
 
@@ -73,7 +75,7 @@ def _be_known_as(name: str, oom_score: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(str(oom_score))
+            Path("/proc/self/oom_score_adj").write_text(str(oom_score), encoding="utf-8")
 
 
 def _prepare(factory: str) -> None:
@@ -125,14 +127,14 @@ def _beat(channel: messages.Channel) -> None:
             channel.send(messages.Heartbeat())
 
 
-def main(fd: int, parent: int) -> int:
-    """Run an engine; returns the exit code of the process."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+def main(fd: int, parent: int, stacks: int) -> int:
+    """Run an engine; returns the exit code of the process. `stacks`: descriptor of the file that
+    `DUMP_SIGNAL` writes to."""
+    leave_signals_to_parent()
     _end_with(parent)
     faulthandler.enable()
     if messages.DUMP_SIGNAL is not None:
-        faulthandler.register(messages.DUMP_SIGNAL)
+        faulthandler.register(messages.DUMP_SIGNAL, file=stacks)
     channel = messages.Channel(socket.socket(fileno=fd))
     frames = channel.frames()
     begin = _next(frames)
@@ -185,4 +187,4 @@ def main(fd: int, parent: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    sys.exit(main(*map(int, sys.argv[1:4])))

@@ -3,8 +3,9 @@
 A process builds its engine at once (`Begin`), or first stands by (`Prepare`, then `Begin`).
 
 Watchdog: a process reports each step, and every `HEARTBEAT_S` when it has nothing to do. After
-a soft limit without a report its stacks are logged; after the caller's limit it is killed. Its
-heartbeat is no report: it says that the process lives, not that its engine works.
+a soft limit without a report while it has work, its stacks are written to a file that a line of
+the log names; after the caller's limit it is killed. Its heartbeat is no report: it says that the
+process lives, not that its engine works.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import infer.engine.process.messages as messages
 from infer.engine.client.engine_client import HEARTBEAT_S, SOFT_LIMIT_S
-from infer.engine.commands import Command
+from infer.engine.commands import Add, Command
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +48,17 @@ class EngineRun:
         """id of the request that the process computes alone, if any"""
         self.killed = False
         """whether it was killed here, because it did not report or was not ready in time"""
+        self.unsent = ""
+        """why a message to the process could not be written, which ends it; "" in all other cases
+        """
         self._heard_s = self._reported_s = time.monotonic()
-        self._has_dumped = False
+        self._added_s = float("-inf")
+        """when the first request was sent since the last report, or before it"""
+        self._has_work = self._has_dumped = False
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  closed by `reap`
+        """where the process writes its stacks"""
+        self._stacks_path: str | None = None
+        """where they are copied for the operator; None: nobody has asked for them"""
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         """commands to be written; None ends the writer"""
         self._begins: queue.SimpleQueue[messages.Begin | None] = queue.SimpleQueue()
@@ -56,8 +68,8 @@ class EngineRun:
             # -P and PYTHONPATH: modules are found where this process finds them, nowhere else.
             arguments = [sys.executable, "-P", "-m", "infer.engine.process.child"]
             self._process = subprocess.Popen(
-                [*arguments, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
+                [*arguments, str(theirs.fileno()), str(os.getpid()), str(self._stacks.fileno())],
+                pass_fds=[theirs.fileno(), self._stacks.fileno()],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -86,6 +98,15 @@ class EngineRun:
         return time.monotonic() - self._reported_s
 
     @property
+    def _busy_silence_s(self) -> float:
+        """Seconds without a report since there is work; 0 without work."""
+        if self._has_work:
+            return self.silence_s
+        # A request may have been sent just before the last report, which did not know of it.
+        is_new = self._added_s >= self._reported_s - HEARTBEAT_S
+        return time.monotonic() - max(self._added_s, self._reported_s) if is_new else 0.0
+
+    @property
     def link_silence_s(self) -> float:
         """Seconds since anything has come from the process, its heartbeat included."""
         return time.monotonic() - self._heard_s
@@ -93,6 +114,8 @@ class EngineRun:
     def send(self, command: Command) -> None:
         """Send a command without waiting. Commands that come while a frame is being written go into
         the next frame together."""
+        if isinstance(command, Add) and self._added_s < self._reported_s:
+            self._added_s = time.monotonic()
         self._commands.put(command)
 
     def begin(self, begin: messages.Begin, timeout_s: float) -> bool:
@@ -113,6 +136,16 @@ class EngineRun:
         return False
 
     def _write(self, first: messages.Begin | messages.Prepare) -> None:
+        """Write commands until `reap`. A process that waits for a message that cannot be written
+        would wait for ever, so it is killed."""
+        try:
+            self._write_all(first)
+        except Exception as error:
+            log.debug("a message to the engine cannot be written", exc_info=True)
+            self.unsent = f"{type(error).__name__}: {error}"
+            self.kill()
+
+    def _write_all(self, first: messages.Begin | messages.Prepare) -> None:
         with contextlib.suppress(OSError):  # the process has died; the reader of events finds out
             self._channel.send(first)
             if isinstance(first, messages.Prepare):
@@ -153,7 +186,7 @@ class EngineRun:
         """The events that the process reports until it ends; its log lines are logged.
 
         `hang_s`: seconds without a report after which it is killed; None = no limit.
-        `soft_limit_s`: seconds without a report after which its stacks are logged.
+        `soft_limit_s`: seconds without a report after which its stacks are written, if it has work.
         `load_timeout_s`: seconds after which it is killed if the caller is still reading.
         """
         started_s = time.monotonic()
@@ -178,21 +211,36 @@ class EngineRun:
                     self._watch(self.silence_s, soft_limit_s, hang_s)
                 continue
             self._reported_s, self._has_dumped = self._heard_s, False
+            if isinstance(event, messages.Report):
+                gauges = event.stats.gauges
+                self._has_work = bool(gauges.num_running or gauges.num_waiting)
             if isinstance(event, messages.Log):
                 _log(event)
             else:
                 yield event
 
     def _watch(self, silence_s: float, soft_limit_s: float, hang_s: float) -> None:
+        self._copy_stacks()
         if silence_s >= hang_s:
             log.error("the engine has not reported for %.0f s: it is killed", silence_s)
             self.killed = True
             self.kill()
-        elif silence_s >= soft_limit_s and not self._has_dumped:
-            log.warning("the engine has not reported for %.0f s; its stacks follow", silence_s)
+        elif self._busy_silence_s >= soft_limit_s and not self._has_dumped:
             self._has_dumped = True
             if messages.DUMP_SIGNAL is not None:
                 self._process.send_signal(messages.DUMP_SIGNAL)
+            if self._stacks_path is None:
+                file, self._stacks_path = tempfile.mkstemp(".txt", "infer-stacks-")
+                os.close(file)
+            text = "the engine has not reported for %.0f s; the stacks of its threads go to %s"
+            log.warning(text, silence_s, self._stacks_path)
+
+    def _copy_stacks(self) -> None:
+        """Copy what the process has written of its stacks, if they were asked for."""
+        if self._stacks_path is not None:
+            size = os.fstat(self._stacks.fileno()).st_size
+            with contextlib.suppress(OSError):
+                Path(self._stacks_path).write_bytes(os.pread(self._stacks.fileno(), size, 0))
 
     @property
     def has_ended(self) -> bool:
@@ -215,6 +263,8 @@ class EngineRun:
         self._commands.put(None)
         self._writer.join()
         self._listener.join(LAST_WORDS_S)
+        self._copy_stacks()
+        self._stacks.close()
         self._channel.close()
         return code
 

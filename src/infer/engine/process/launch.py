@@ -17,7 +17,7 @@ from typing import Any
 from infer.config import EngineConfig
 from infer.engine.build.machine_share import shares_of
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import InputProcessor, log_tool_use
+from infer.engine.client.input import InputProcessor, log_defaults, log_tool_use
 from infer.engine.fleet.fleet import LINK_TIMEOUT_S, Fleet, MovedStreams, fleet_limits
 from infer.engine.fleet.member import Member
 from infer.engine.fleet.routing import Routing, make_router
@@ -123,7 +123,7 @@ def launch(
         fleet=fleet,
         shares=shares_of(fleet.replicas, config.device),
     )
-    engine.expect_grammars()
+    engine.warm_workers()
     return engine
 
 
@@ -148,12 +148,13 @@ def launch_factory(
             name = f"replica-{number}"
             mine |= {"name": name, "log_fields": {"replica": name}}
         processes.append(EngineProcess(factory, {**settings, **share}, standby=standby, **mine))
-    texts: list[tuple[str, Tokenizer]] = []
+    texts: list[tuple[Text, Tokenizer]] = []
 
     def read(text: Text) -> None:
         if not texts:
-            texts.append((text.model_name, tokenizer := Tokenizer(text.files)))
+            texts.append((text, tokenizer := Tokenizer(text.files)))
             log_tool_use(tokenizer)
+            log_defaults(text.model_name, text.files.sampling)
 
     loads = loads or Loads()
     with contextlib.ExitStack() as loading:
@@ -167,5 +168,6 @@ def launch_factory(
             for process in processes:
                 process.stop()
             raise
-    (name, tokenizer), *_ = texts
-    return AsyncLLM(fleet.fleet(processes), InputProcessor(tokenizer, limits, seed), name)
+    (text, tokenizer), *_ = texts
+    input_processor = InputProcessor(tokenizer, limits, seed, text.files.sampling)
+    return AsyncLLM(fleet.fleet(processes), input_processor, text.model_name)

@@ -1,11 +1,12 @@
 """The messages between an API process and its engine process, and how they are written
 
 A frame is four bytes of length (little-endian) and msgpack. There is no pickle: a frame can only
-become one of the records below. Inward goes one `Begin`, where the process has stood by after
-`Prepare`, and then `Commands`, each with all commands since the last frame. Outward go `HasBegun`,
-and `Text` and `Ready` (or `Refused`) while the engine starts, then one `Report` a step,
-`PromptScores` before it, and `Log` lines at any time. From `Ready` on a thread of its own sends a
-`Heartbeat` every `HEARTBEAT_S`, whatever a step is doing.
+become one of the records below. Text that is no valid Unicode, as the path of a file may be, is
+carried in the settings as it is, and made readable anywhere else. Inward goes one `Begin`, where
+the process has stood by after `Prepare`, and then `Commands`, each with all commands since the last
+frame. Outward go `HasBegun`, and `Text` and `Ready` (or `Refused`) while the engine starts, then
+one `Report` a step, `PromptScores` before it, and `Log` lines at any time. From `Ready` on a thread
+of its own sends a `Heartbeat` every `HEARTBEAT_S`, whatever a step is doing.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, assert_never, overload
 
 import msgspec
 
 from infer.engine.commands import Add, Command
+from infer.readable_text import readable
 from infer.readiness import READABLE, selector_of
 from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Sampling, StepOutput, TokenLogprobs
@@ -29,7 +31,7 @@ from infer.types.fingerprint import Fingerprint
 from infer.types.step_events import StepEvents
 
 DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
-"""signal that writes the stacks of all threads to stderr, even while the interpreter is stuck; None
+"""signal that writes the stacks of all threads to a file, even while the interpreter is stuck; None
 on systems without such signals"""
 _PIECE = 1 << 18
 """bytes that are read from a socket at once"""
@@ -216,12 +218,53 @@ def decode_inward(frame: bytes) -> Inward:
     of token ids. So requests in a row that have equal samplings are made to share one here."""
     message = _decode_inward(frame)
     match message:
-        case Prepare() | Begin():
+        case Prepare():
+            return message
+        case Begin():
+            message.settings = _texts_of(message.settings)
             return message
         case Commands():
             return Commands(_with_shared_samplings(message.commands))
         case _:
             assert_never(message)
+
+
+def encode(message: Inward | Outward) -> bytes:
+    """The body of a frame; raises `ValueError`, `OverflowError` or `TypeError` for what cannot be
+    sent, such as an integer of more than 64 bits."""
+    try:
+        return _encode(message)
+    except UnicodeEncodeError:
+        if isinstance(message, Begin):
+            settings = _mapped(message.settings, _as_bytes)
+            return _encode(msgspec.structs.replace(message, settings=settings))
+        return _encode(_mapped(msgspec.to_builtins(message, builtin_types=(bytes,)), readable))
+
+
+def _mapped(value: Any, change: Callable[[str], Any]) -> Any:
+    """A value with its texts changed, also those in lists and dicts."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_mapped(key, change): _mapped(each, change) for key, each in value.items()}
+    return [_mapped(each, change) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _as_bytes(text: str) -> str | bytes:
+    """A text that is no valid Unicode as bytes, of which settings have none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogatepass")
+    return text
+
+
+def _texts_of(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings as they were before `encode`."""
+    return {
+        name: value.decode("utf-8", "surrogatepass") if isinstance(value, bytes) else value
+        for name, value in settings.items()
+    }
 
 
 def _with_shared_samplings(commands: Sequence[Command]) -> list[Command]:
@@ -248,8 +291,8 @@ class Channel:
         self._selector = selector_of(sock, READABLE)
 
     def send(self, message: Inward | Outward) -> None:
-        """Write a frame; raises `OSError` if the other end is closed."""
-        body = _encode(message)
+        """Write a frame; raises `OSError` if the other end is closed, and as `encode` does."""
+        body = encode(message)
         with self._sending:
             self._sock.sendall(len(body).to_bytes(4, "little") + body)
 

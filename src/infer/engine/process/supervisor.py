@@ -337,6 +337,8 @@ class EngineProcess:
         code = engine_run.reap()
         if not is_wanted:
             return
+        if engine_run.unsent:
+            log.error("a message to the engine cannot be written (%s)", engine_run.unsent)
         from_outside = was_from_outside(code, killed_by_us=engine_run.killed)
         with self._lock:
             self._counted = self._counted.plus(EngineCounters(num_restarts=1))
@@ -441,6 +443,8 @@ class EngineProcess:
                     assert_never(event)
         if self._lifecycle.state.is_ending:
             raise _stopped_while_loading()
+        if engine_run.unsent:
+            raise LoadError(f"the engine's settings cannot be sent to it ({engine_run.unsent})")
         if engine_run.killed:
             raise LoadError(
                 f"the engine was not ready after {self._load_timeout_s:g} s; where loading takes"

@@ -37,13 +37,14 @@ from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from infer.errors import OverloadedError, RequestError
-from infer.server.http.connections import KEY, PROBE_PATHS, Connections, Use
+from infer.server.http.connections import KEY, PROBE_PATHS, Connection, Connections, Use
 from infer.server.http.error_responses import (
     MAX_HEADER_BYTES,
     HttpError,
     describe,
     headers_too_large,
 )
+from infer.server.http.paths import canonical_path
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 READ_BYTES = 8 * 1024
@@ -56,6 +57,8 @@ EVENTS_A_TURN = 64
 10 µs, and 1,300 of 6 bytes fit into `READ_BYTES`"""
 MAX_FRAMING_BYTES = 4096
 """bytes by which a chunked body's framing may exceed twice its content's length"""
+MAX_EMPTY_LINES = 8
+"""empty lines before a request line that are skipped; clients of old send one after a body"""
 REFUSED_S = 1.0
 """seconds for which a refused connection may send the rest of its request and read the answer"""
 LINGER_BYTES = 4 * 1024 * 1024
@@ -81,6 +84,7 @@ class BoundedConnection(h11.Connection):
         self._num_events = 0
         self._num_received = 0
         self._num_payload = 0
+        self._num_empty_lines = 0
 
     def begin_turn(self) -> None:
         """Allow another `EVENTS_A_TURN` events."""
@@ -93,7 +97,10 @@ class BoundedConnection(h11.Connection):
         super().receive_data(data)
 
     def next_event(self) -> Any:
-        """See h11; at the end of a turn it returns NEED_DATA, as if no data were left."""
+        """See h11; at the end of a turn it returns NEED_DATA, as if no data were left. Empty lines
+        before a request are skipped, as HTTP/1.1 recommends; h11 would refuse them."""
+        if self.their_state is h11.IDLE and self._skip_empty_lines() == b"\r":
+            return h11.NEED_DATA  # a line may end here
         if self._num_events >= EVENTS_A_TURN:
             self.is_behind = True
             self._check_framing()
@@ -103,10 +110,21 @@ class BoundedConnection(h11.Connection):
         if type(event) is h11.Data:
             self._num_payload += len(event.data)
         elif type(event) is h11.Request:
+            self._num_empty_lines = 0
             self._num_received, self._num_payload = len(self.trailing_data[0]), 0
         elif event is h11.NEED_DATA:
             self._check_framing()
         return event
+
+    def _skip_empty_lines(self) -> bytes:
+        """Drop the empty lines with which the data begins; returns the two bytes after them."""
+        while True:
+            start = self.trailing_data[0][:2]
+            num_bytes = 2 if start == b"\r\n" else 1 if start[:1] == b"\n" else 0
+            if not num_bytes or self._num_empty_lines == MAX_EMPTY_LINES:
+                return start
+            self._receive_buffer.maybe_extract_at_most(num_bytes)
+            self._num_empty_lines += 1
 
     def _check_framing(self) -> None:
         if self.their_state is not h11.SEND_BODY:
@@ -127,11 +145,13 @@ class BoundedProtocol(H11Protocol):
         turn_away: Callable[[Scope], Response | None] | None = None,
         limits: ServerLimits = SERVER_LIMITS,
         overload_status: int = OverloadedError.status,
+        handshake: Connection | None = None,
         **named: Any,
     ) -> None:
         """`write_stall_s`: seconds after which a client that reads nothing is cut off. `turn_away`:
         the refusal of a request by its headers; None if the app is to answer it.
-        `overload_status`: see `describe`."""
+        `overload_status`: see `describe`. `handshake`: what has this connection's place until it is
+        made, during a TLS handshake."""
         super().__init__(*arguments, **named)
         self._turn_away = turn_away
         self._overload_status = overload_status
@@ -143,6 +163,7 @@ class BoundedProtocol(H11Protocol):
         self._write_stall_s = write_stall_s
         self._limits = limits
         self._places = places
+        self._handshake = handshake
         self._deadline: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._is_refused = False
@@ -155,7 +176,11 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.max_size = READ_BYTES  # type: ignore[attr-defined]
-        if self._places.add(self):
+        if self._handshake is not None:
+            self._places.hand_over(self._handshake, self)
+            self._handshake = None
+            self._set_deadline()
+        elif self._places.add(self):
             self._set_deadline()
             self._read_at_once()
         else:
@@ -220,6 +245,10 @@ class BoundedProtocol(H11Protocol):
         else:
             use = Use.IDLE
         self._places.note(self, use)
+        if use is Use.IDLE and self.timeout_keep_alive_task is None:  # empty lines have ended it
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
         if use is not Use.HEAD:
             self._unset_deadline()
         elif self._deadline is None:
@@ -243,7 +272,7 @@ class BoundedProtocol(H11Protocol):
         """Run the app; if it answers before the body has been read, make that the last answer."""
         scope[KEY] = self._places
         if not self._places.admit(self):
-            if scope["path"] not in PROBE_PATHS:
+            if canonical_path(scope["path"]) not in PROBE_PATHS:
                 error = OverloadedError("the server has too many connections")
                 self._refuse(error, "connections")
                 return
@@ -355,7 +384,7 @@ class BoundedProtocol(H11Protocol):
         self.conn = BoundedConnection()  # frees the old one's buffers
         self._places.note(self, Use.REFUSED)
         if seconds == 0:
-            self.transport.close()
+            self._close_at_once()
             return
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -373,6 +402,13 @@ class BoundedProtocol(H11Protocol):
         if not self._is_refused and (self.cycle is None or self.conn.trailing_data[0]):
             error = OverloadedError("the server has too many connections")
             self._refuse(error, "connections", 0)
+        else:
+            self._close_at_once()
+
+    def _close_at_once(self) -> None:
+        """Give the file descriptor back. TLS would wait for the client to agree to the end."""
+        if self.scheme == "https":
+            self.transport.abort()
         else:
             self.transport.close()
 

@@ -3,7 +3,8 @@
 One object counts all connections of a server. A place is a file descriptor, so the number of places
 follows from the process's limit, which is raised first. When all places are taken, an unused
 connection is closed for a new one: first those whose request was refused, then kept-alive ones
-without a request, then those that send nothing after being opened. If all are in use, a few more
+without a request, then those that do not finish their TLS handshake, then those that send nothing
+after being opened. If all are in use, a few more
 connections are accepted until their request has been read: a health probe is answered, any other
 request gets 503.
 """
@@ -115,6 +116,8 @@ class Use(enum.Enum):
     """its last answer was sent; it stays open for a while so that the client can read it"""
     IDLE = enum.auto()
     """kept alive; nothing was received since the last answer"""
+    HANDSHAKE = enum.auto()
+    """TLS: the handshake is not finished"""
     HEAD = enum.auto()
     """waiting for a request line and headers, or reading them"""
     REQUEST = enum.auto()
@@ -185,9 +188,10 @@ class _Group:
 
     def make_room(self) -> bool:
         """Close the connection that is needed least; returns False if all are in use."""
-        for use in (Use.REFUSED, Use.IDLE, Use.HEAD):
+        for use in (Use.REFUSED, Use.IDLE, Use.HANDSHAKE, Use.HEAD):
             for connection, since_s in self._by_use[use].items():
-                if use is Use.HEAD and self._clock() - since_s < self._silent_s:
+                is_young = use in (Use.HANDSHAKE, Use.HEAD)
+                if is_young and self._clock() - since_s < self._silent_s:
                     break
                 self.remove(connection)
                 connection.give_way()
@@ -214,15 +218,22 @@ class Connections:
         """Number of open connections, those in the places for probes included."""
         return len(self._placed) + len(self._for_probes)
 
-    def add(self, connection: Connection) -> bool:
+    def add(self, connection: Connection, use: Use = Use.HEAD) -> bool:
         """Count an accepted connection; returns False if it must be closed."""
         if self._find_place(self._placed, self.limits.places):
-            self._placed.put(connection, Use.HEAD)
+            self._placed.put(connection, use)
         elif self._find_place(self._for_probes, self.limits.probe_places):
-            self._for_probes.put(connection, Use.HEAD)
+            self._for_probes.put(connection, use)
         else:
             return False
         return True
+
+    def hand_over(self, handshake: Connection, connection: Connection) -> None:
+        """Let the connection above a finished TLS handshake have its place."""
+        for group in (self._placed, self._for_probes):
+            if handshake in group:
+                group.remove(handshake)
+                group.put(connection, Use.HEAD)
 
     def admit(self, connection: Connection) -> bool:
         """Whether a connection's request may be processed: it has a place, or gets one now."""

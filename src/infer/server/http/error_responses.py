@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -22,7 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.errors import EngineError, InferError, OverloadedError, RequestError
 from infer.server.http.connections import note_refusal
-from infer.server.http.context import HARMLESS, RequestContext
+from infer.server.http.context import RequestContext
+from infer.server.http.paths import canonical_path, nearest_path
 
 log = logging.getLogger("infer.server")
 
@@ -31,15 +33,29 @@ DEAD_RETRY_AFTER_S = 5
 MAX_HEADER_BYTES = 16 * 1024
 """maximum bytes of request line and headers together"""
 IGNORED = "infer.ignored"
-"""key, in an ASGI scope, of the names of the request's fields that were ignored"""
+"""key, in an ASGI scope, of the list of names of the request's fields that were ignored; None in
+its place where unknown fields are refused"""
 _UNEXPECTED = "the server failed to process this request"
-_ABSENT = {"/v1/embeddings": "embeddings", "/v1/responses": "responses"}
-"""OpenAI's paths that clients try and that do not exist here, with their names in the error"""
+_ABSENT = {
+    "/embeddings": "embeddings",
+    "/responses": "responses",
+    "/v1/messages": "API of Anthropic's form",
+    "/images/generations": "images",
+    "/audio/speech": "speech",
+    "/audio/transcriptions": "transcriptions",
+    "/moderations": "moderations",
+    "/rerank": "reranking",
+}
+"""ends of paths that clients try and that do not exist here, with their names in the error"""
 _ROUTER = {
-    404: "there is no such route: this server completes texts and chats; see / for its routes",
+    404: "there is no such route: this server completes texts and chats, at /v1/completions and"
+    " /v1/chat/completions; see / for all routes",
     405: "this route does not allow this method; see the Allow header",
 }
-_MAX_IGNORED_SHOWN = 32
+_IGNORED_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""name of an ignored field that may stand in a header; any other may be an attempt at injection"""
+_MAX_IGNORED_BYTES = 1024
+"""maximum size of the header that lists ignored fields; proxies allow 4 KiB for all headers"""
 Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
@@ -132,9 +148,8 @@ def error_handlers(overload_status: int) -> dict[type[Exception], Handler]:
 
 
 async def _respond(overload_status: int, http: Request, error: Exception) -> Response:
-    if isinstance(error, HTTPException) and (name := _ABSENT.get(http.url.path)):
-        message = f"this server has no {name}: it completes texts and chats; see / for its routes"
-        error = HttpError(404, message, code="not_found")
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = _no_route(http)
     response = describe(error, overload_status)
     if response.status_code == 405:  # the router knows only the first route of this path
         here = [
@@ -144,6 +159,21 @@ async def _respond(overload_status: int, http: Request, error: Exception) -> Res
     return response
 
 
+def _no_route(http: Request) -> HttpError:
+    """The error for a path that is none, with the one that was meant if it can be told."""
+    path = http.scope["path"]
+    for end, name in _ABSENT.items():
+        if path.endswith(end):
+            message = f"this server has no {name}: it completes texts and chats"
+            return HttpError(404, f"{message}; see / for its routes", code="not_found")
+    message, meant = _ROUTER[404], nearest_path(path, http.app.routes)
+    if meant is not None:
+        message = f"there is no route {path!r}; did you mean {meant!r}?"
+        if meant.startswith("/v1/"):
+            message += " The base URL of OpenAI's clients ends in /v1 here; see / for all routes"
+    return HttpError(404, message, code="not_found")
+
+
 async def pass_on(_: Request, error: Exception) -> Response:
     """The app's handler for all other exceptions, instead of Starlette's, which would send an error
     in its own format. It raises, and `RequestBoundary` answers."""
@@ -151,10 +181,13 @@ async def pass_on(_: Request, error: Exception) -> Response:
 
 
 def _ignored_params(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """The header that lists ignored fields; a name with other characters is shown as `?`."""
-    names = scope[IGNORED][:_MAX_IGNORED_SHOWN]
-    shown = ", ".join(name if HARMLESS.fullmatch(name) else "?" for name in names)
-    return [(b"x-ignored-params", shown.encode("ascii"))] if names else []
+    """The header that lists ignored fields; names with other characters are shown as one `?`."""
+    names = scope[IGNORED] or ()
+    shown = dict.fromkeys(name if _IGNORED_NAME.fullmatch(name) else "?" for name in names)
+    text = ", ".join(shown)[: _MAX_IGNORED_BYTES + 1]
+    if len(text) > _MAX_IGNORED_BYTES:
+        text = text.rpartition(", ")[0]
+    return [(b"x-ignored-params", text.encode("ascii"))] if text else []
 
 
 class RequestBoundary:
@@ -173,20 +206,24 @@ class RequestBoundary:
         on_end: Sequence[Callable[[RequestContext], None]] = (),
         model: str = "",
         id_prefix: str = "",
+        ignores_unknown: bool = True,
     ) -> None:
         """`on_end` is called with each request that has ended. `model`: name of the only model.
-        `id_prefix`: hexadecimal digits with which the requests' ids begin."""
+        `id_prefix`: hexadecimal digits with which the requests' ids begin. `ignores_unknown`:
+        unknown fields of a body are named in a header of the answer, not refused."""
         self._app = app
         self._write_stall_s = write_stall_s
         self._on_end = on_end
         self._model = model
         self._id_prefix = id_prefix
+        self._ignores_unknown = ignores_unknown
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope[IGNORED] = []
+        scope["path"] = canonical_path(scope["path"])
+        scope[IGNORED] = [] if self._ignores_unknown else None
         context = RequestContext.of(scope, self._id_prefix)
         context.model = self._model
 

@@ -1,18 +1,18 @@
 """`FairThreads`: a thread pool that is shared fairly between owners of work
 
-The pool starts the first waiting job of each owner in turn, and one owner never has all threads. So
-an owner with many jobs waits only for its own. All methods are called on the event loop; only the
-jobs run in threads.
+The pool starts the first waiting job of each owner in turn, and one owner never has all threads
+(`FairQueue`). All methods are called on the event loop; only the jobs run in threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
+
+from infer.fair_queue import FairQueue
 
 
 class _Job(NamedTuple):
@@ -26,10 +26,7 @@ class FairThreads:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
-        self._num_threads = num_threads
-        self._waiting: dict[str, deque[_Job]] = {}
-        """waiting jobs by owner; the owner whose turn is next comes first"""
-        self._running: Counter[str] = Counter()
+        self._queue: FairQueue[_Job] = FairQueue(num_threads)
 
     def submit(
         self, owner: str, work: Callable[[], Any], ended: Callable[[], None]
@@ -41,34 +38,22 @@ class FairThreads:
         threads.
         """
         result = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(_Job(result, work, ended))
+        self._queue.put(owner, _Job(result, work, ended))
         self._start_jobs()
         return result
 
     def _start_jobs(self) -> None:
-        while self._running.total() < self._num_threads:
-            owner = next(filter(self._may_start, self._waiting), None)
-            if owner is None:
-                return
-            jobs = self._waiting.pop(owner)
-            job = jobs.popleft()
-            if jobs:
-                self._waiting[owner] = jobs  # after all other owners
+        while (taken := self._queue.take()) is not None:
+            owner, job = taken
             if job.result.cancelled():
+                self._queue.done(owner)
                 job.ended()
                 continue
-            self._running[owner] += 1
             running = asyncio.get_running_loop().run_in_executor(self._threads, job.work)
             running.add_done_callback(partial(self._done, owner, job))
 
-    def _may_start(self, owner: str) -> bool:
-        most = self._num_threads - 1 if owner else self._num_threads
-        return self._running[owner] < max(1, most)
-
     def _done(self, owner: str, job: _Job, running: asyncio.Future[Any]) -> None:
-        self._running[owner] -= 1
-        if not self._running[owner]:
-            del self._running[owner]
+        self._queue.done(owner)
         job.ended()
         error = None if running.cancelled() else running.exception()
         if job.result.done():

@@ -3,8 +3,11 @@
 A page may make its own host name resolve to 127.0.0.1 (DNS rebinding); the browser then lets it
 read this server's answers. It cannot choose the headers Host, which holds that name, and Origin. So
 Host must be a loopback address, `localhost` or a name that the operator has given, and Origin, if
-present, must be the same host or one of `--cors-origins`. A server with keys needs no such check,
-because a page has none; nor does one on another address, which is open to everybody anyway.
+present, must be the same host or one of `--cors-origins`. Requests for images and scripts have no
+Origin; of those the browser says in Sec-Fetch-Site that another site's page, or one of another port
+here, has made them. Only following a link to the page is allowed to these. A server with keys needs
+no such check, because a page has none; nor does one on another address, which is open to everybody
+anyway.
 """
 
 from __future__ import annotations
@@ -18,9 +21,22 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.server.http.connections import note_refusal
 from infer.server.http.error_responses import HttpError, describe
+from infer.server.http.paths import canonical_path
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+?)\.?(?::[0-9]{1,5})?", re.ASCII)
 _MAX_SHOWN = 64
+
+
+_FOREIGN = ("cross-site", "same-site")
+"""values of Sec-Fetch-Site for requests of other origins' pages"""
+
+
+def _opens_page(scope: Scope, headers: Headers) -> bool:
+    """Whether somebody follows a link to the page for browsers, in a tab and not in a frame."""
+    is_tab = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
+    path = canonical_path(scope["path"])
+    is_page = path == "/" or path.startswith("/ui/")
+    return is_page and scope["method"] == "GET" and is_tab == ("navigate", "document")
 
 
 def is_loopback(address: str) -> bool:
@@ -67,7 +83,14 @@ class HostGuard:
             message += ": use localhost or 127.0.0.1, or allow the host with --allowed-hosts"
             return HttpError(403, message, code="host_not_allowed")
         origin = headers.get("origin")
-        if origin is None or origin in self._origins:
+        if origin in self._origins:
+            return None
+        if headers.get("sec-fetch-site") in _FOREIGN and not _opens_page(scope, headers):
+            note_refusal(scope, "origin")
+            message = "pages of other sites and ports may not use this server, which has no keys"
+            message += ": allow their origin with --cors-origins"
+            return HttpError(403, message, code="origin_not_allowed")
+        if origin is None:
             return None
         scheme, _, authority = origin.partition("://")
         if scheme in ("http", "https") and host is not None and authority == host.lower():

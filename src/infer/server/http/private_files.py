@@ -27,7 +27,9 @@ def locked(path: Path, max_wait_s: float = MAX_WAIT_S) -> Iterator[None]:
     path = path.resolve()
     ends_s = time.monotonic() + max_wait_s
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    with os.fdopen(os.open(path.with_name(f".{path.name}.lock"), flags, 0o600), "w") as file:
+    with os.fdopen(
+        os.open(path.with_name(f".{path.name}.lock"), flags, 0o600), "w", encoding="utf-8"
+    ) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -45,7 +47,9 @@ def write_private(path: Path, text: str) -> None:
     path = path.resolve()
     beside = path.with_name(f".{path.name}.{os.getpid()}.new")
     beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+    with os.fdopen(
+        os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+    ) as file:
         os.fchmod(file.fileno(), 0o600)  # a umask may have taken the owner's rights
         file.write(text)
     beside.replace(path)

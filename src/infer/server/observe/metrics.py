@@ -208,7 +208,7 @@ class Metrics:
         if self._usage is None or not self._usage.exists():
             return {}
         try:
-            return dict(json.loads(self._usage.read_text()))
+            return dict(json.loads(self._usage.read_text(encoding="utf-8-sig")))
         except (OSError, ValueError) as error:
             raise ConfigError("api_keys", f"{self._usage.name} holds no usage: {error}") from None
 

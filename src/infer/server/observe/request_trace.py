@@ -44,6 +44,8 @@ MAX_BATCHES = 16
 """number of static batches that a trace names; the choices of one request may be in several"""
 MAX_REPLICAS = 16
 """number of engines that a trace names"""
+MAX_SHOWN_IDS = 8
+"""number of requests that the error for an ambiguous name shows"""
 NUM_GAPS = 5
 MAX_STEPS = 256
 """number of latest steps that can explain a slow gap"""
@@ -344,16 +346,17 @@ class RequestTraces:
             self._engine.cancel(name, trace.error)
         return True
 
-    def find(self, name: str, owner: str | None) -> RequestTrace:
-        """The trace with the id of an answer, or with an `x-request-id` that the server made.
-
-        Raises a 404 for an unknown id, and for a request of another owner (`owner` None: all
-        requests are found)."""
+    def named(self, name: str, owner: str | None) -> list[RequestTrace]:
+        """The traces that a name may mean, among those of `owner` (None: of all). It is the id of
+        an answer, or an `x-request-id`: one that the server made, or that of a client, which
+        several requests may have. Then all that run, the newest first, or else the one that ended
+        last."""
         key = name.rpartition("-")[2]
         trace = self._open.get(key) or self._ended.get(key)
-        if trace is None or name not in (key, trace.id) or owner not in (None, trace.owner):
-            raise not_found()
-        return trace
+        if trace is not None and name in (key, trace.id) and owner in (None, trace.owner):
+            return [trace]
+        own = [trace for trace in self.all(owner) if trace.context.client_id == name]
+        return [trace for trace in own if trace.ended_s is None] or own[:1]
 
     def all(self, owner: str | None) -> Iterator[RequestTrace]:
         """The running traces, then the ended ones, each the newest first; `owner` None: of all."""
@@ -538,10 +541,35 @@ def _facts(choice: ChoiceTrace) -> RequestFacts:
     )
 
 
-def not_found() -> HttpError:
+def the_one(traces: Sequence[RequestTrace], name: str) -> RequestTrace:
+    """The one of those that `RequestTraces.named` found for a name, in one or several engines.
+
+    It is the one that has the name as its own id, or else the one that runs, or else the one that
+    ended last. Raises `HttpError`: 404 if there is none, 409 if several run."""
+    for trace in traces:
+        if name in (trace.id, trace.context.id):
+            return trace
+    running = [trace.id for trace in traces if trace.ended_s is None]
+    if len(running) > 1:
+        raise several_run(running)
+    if not traces:
+        raise RequestNotFoundError
+    return max(traces, key=lambda trace: (trace.ended_s is None, trace.ended_s or 0.0))
+
+
+def several_run(ids: Sequence[str]) -> HttpError:
+    """The error for a client's `x-request-id` that several running requests have."""
+    shown = ", ".join(ids[:MAX_SHOWN_IDS]) + (", …" if len(ids) > MAX_SHOWN_IDS else "")
+    message = f"{len(ids)} requests with this x-request-id run: name one of them by its id, {shown}"
+    return HttpError(409, message, code="request_ambiguous")
+
+
+class RequestNotFoundError(HttpError):
     """The error for an unknown id, or one of another owner."""
-    message = "there is no such request; the server remembers those that run and some that ended"
-    return HttpError(404, message, code="request_not_found")
+
+    def __init__(self) -> None:
+        message = "there is no such request; the server remembers those that run and some that"
+        super().__init__(404, f"{message} ended", code="request_not_found")
 
 
 def cancel_answer(trace: RequestTrace, done: bool) -> dict[str, Any]:

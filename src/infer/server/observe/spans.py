@@ -7,25 +7,34 @@ sampled. The SDK's variables (`OTEL_EXPORTER_OTLP_…`) say where spans are sent
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 from infer.errors import ConfigError
+from infer.extras import to_install
 from infer.server.observe.request_trace import RequestTrace
 from infer.types.ends import NORMAL_OUTCOMES
 
 
-def make_tracing(model_name: str) -> Callable[[RequestTrace], None]:
-    """A function that sends the span of a trace that has ended. Raises `ConfigError` without the
-    extra `otel`."""
+def check_packages() -> None:
+    """Raise `ConfigError` without the extra `otel`; called before a model is loaded."""
     try:
-        from opentelemetry import propagate
-        from opentelemetry import trace as otel
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        importlib.import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+        importlib.import_module("opentelemetry.sdk.trace.export")
     except ImportError:
-        message = "needs the packages of the extra: pip install 'infer[otel]'"
+        message = f"needs the packages of an extra: {to_install('otel')}"
         raise ConfigError("tracing", message) from None
+
+
+def make_tracing(model_name: str) -> Callable[[RequestTrace], None]:
+    """A function that sends the span of a trace that has ended; see `check_packages`."""
+    check_packages()
+    from opentelemetry import propagate
+    from opentelemetry import trace as otel
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
     if not isinstance(otel.get_tracer_provider(), TracerProvider):
         provider = TracerProvider()
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -6,7 +6,7 @@ What stays the same in a stream is rendered once; a piece costs one escaping and
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from infer.server.openai.events import dump, event
@@ -44,13 +44,16 @@ class TokenUsage:
         thoughts: Sequence[ThoughtTokens] = (),
         *,
         only_prompt: bool = False,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         """`n`: choices of each prompt. `thoughts`: counts those tokens of each choice, where the
-        template has thoughts. `only_prompt`: what is generated does not count."""
+        template has thoughts. `only_prompt`: what is generated does not count. `more`: further
+        members of the usage."""
         self.num_prompt = sum(len(request.prompt_token_ids) for request in requests[::n])
         self._n = n
         self._thoughts = thoughts
         self._only_prompt = only_prompt
+        self._more = dict(more or {})
         self._num_completion = 0
         self._num_cached: dict[int, int] = {}
         self._has_prediction = any(request.prediction_token_ids for request in requests)
@@ -83,6 +86,7 @@ class TokenUsage:
             "total_tokens": self.num_prompt + self._num_completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached.values())},
             "completion_tokens_details": details,
+            **self._more,
         }
 
 

@@ -6,14 +6,18 @@ parser, whole or in pieces, which finds reasoning and tool calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from functools import cached_property, partial
+from typing import Any, Literal, TypeVar
 
-from pydantic import AfterValidator, model_validator
+from pydantic import PrivateAttr, model_validator
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.errors import RequestError, UnprocessableError
+from infer.engine.client.input import CheckedSampling
+from infer.errors import RequestError
+from infer.server.http.json_body import MAX_NAME_CHARS
+from infer.server.openai import grammar_fields, truncation
 from infer.server.openai.answer_parts import (
     ChunkWriter,
     TokenDetails,
@@ -23,17 +27,20 @@ from infer.server.openai.answer_parts import (
 )
 from infer.server.openai.events import dump, event
 from infer.server.openai.generating_api import OnMessage, Part, StreamFormat
+from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.large_json import Later
 from infer.server.openai.schema import (
     CONVERSATION,
-    COUNT,
+    MAX_LIGHT_CHARS,
+    MAX_LIGHT_WORDS,
     RANGES,
     Conversation,
     Generation,
-    Stop,
+    Limit,
     between,
-    string_list,
+    limit,
 )
+from infer.server.openai.schema_base import Int
 from infer.server.openai.to_engine import (
     check_stream_format,
     grammar_name,
@@ -41,23 +48,17 @@ from infer.server.openai.to_engine import (
     requests_of,
     sampling_of,
 )
+from infer.server.openai.truncation import Dropped
 from infer.server.openai.typed_events import TypedEvents
 from infer.text import answer_parser
 from infer.text.reasoning_tokens import ThoughtTokens
 from infer.text.tools.formats import ToolFormat, thoughts_in
+from infer.text.untrusted.workers import Steps
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
+from infer.types.grammar import Grammar
 from infer.types.sampling import MAX_LOGPROBS
 
-MAX_STOP_STRINGS = 4
-"""OpenAI's limit for chats"""
-
-
-def _few_stops(strings: tuple[str, ...]) -> tuple[str, ...]:
-    if len(strings) > MAX_STOP_STRINGS:
-        raise UnprocessableError(
-            f"stop has {len(strings)} strings; at most {MAX_STOP_STRINGS} are supported"
-        )
-    return strings
+R = TypeVar("R")
 
 
 class ChatBody(Conversation, Generation):
@@ -67,33 +68,71 @@ class ChatBody(Conversation, Generation):
         RANGES
         | CONVERSATION
         | {
-            "max_tokens": {"anyOf": [{"type": "integer", **between(1, COUNT["maximum"])}]},
-            "max_completion_tokens": {
-                "anyOf": [{"type": "integer", **between(1, COUNT["maximum"])}]
-            },
+            "max_tokens": limit(1),
+            "max_completion_tokens": limit(1),
             "top_logprobs": {"anyOf": [{"type": "integer", **between(0, MAX_LOGPROBS)}]},
-            "stop": string_list(MAX_STOP_STRINGS),
         }
     )
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Limit = None
     session_id: str | None = None
     """id of a session whose messages go before these; see `server.sessions.routes`"""
-    stop: Annotated[Stop, AfterValidator(_few_stops)] = ()
+    truncation: Literal["auto", "disabled"] = "disabled"
+    """whether the oldest turns are left out of a prompt that does not fit: `truncation.fitted`"""
     logprobs: bool = False
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    _dropped: Dropped = PrivateAttr(Dropped())
+
+    @property
+    def dropped(self) -> Dropped:
+        """What was left out of the prompt, once it is made."""
+        return self._dropped
+
+    def leave_out(self, dropped: Dropped) -> None:
+        """Note what was left out of the prompt."""
+        self._dropped = dropped
+
+    @property
+    def answer_headers(self) -> list[tuple[str, str]]:
+        num_messages = self.dropped.num_messages
+        return [("x-truncated-messages", str(num_messages))] if num_messages else []
+
+    @property
+    def is_heavy(self) -> bool:
+        """Truncation may render the chat several times."""
+        num_chars = sum(len(message.content or "") for message in self.messages)
+        is_long = num_chars > MAX_LIGHT_CHARS or len(self.messages) > MAX_LIGHT_WORDS
+        return super().is_heavy or (self.truncation == "auto" and is_long)
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
         """The tools one of which the answer must call."""
-        if isinstance(self.tool_choice, str):
-            return self.tools if self.tool_choice == "required" else []
-        return [t for t in self.tools if t["function"]["name"] == self.tool_choice["name"]]
+        return [tool for _, tool in self.forced]
+
+    @property
+    def forced(self) -> list[tuple[int, dict[str, Any]]]:
+        """The forced tools with their places in `tools`."""
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return self.functions if choice == "required" else []
+        names = [choice["name"]] if "name" in choice else choice["names"]
+        if choice.get("mode") == "auto":
+            return []
+        return [(i, t) for i, t in self.functions if t["function"]["name"] in names]
+
+    @cached_property
+    def enforced_tools(self) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+        """(forced tools with what is enforced of their parameters, names of what is not)"""
+        return grammar_fields.enforced_tools(self.forced)
 
     @property
     def num_grammar_chars(self) -> int:
         return super().num_grammar_chars + sum(len(str(tool)) for tool in self.forced_tools)
+
+    @property
+    def sets_limit(self) -> bool:
+        return super().sets_limit or "max_completion_tokens" in self.model_fields_set
 
     @property
     def is_open_ended(self) -> bool:
@@ -101,7 +140,16 @@ class ChatBody(Conversation, Generation):
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatBody:
-        if self.tool_choice not in ("none", "auto") and not self.forced_tools:
+        choice = self.tool_choice
+        known = {tool["function"]["name"] for _, tool in self.functions}
+        names = choice.get("names", ()) if isinstance(choice, dict) else ()
+        if unknown := [name for name in names if name not in known]:
+            shown = unknown[0][:MAX_NAME_CHARS]
+            raise RequestError(
+                f"tool_choice allows {shown!r}, which is none of the tools", param="tool_choice"
+            )
+        is_auto = isinstance(choice, dict) and choice.get("mode") == "auto"
+        if choice not in ("none", "auto") and not is_auto and not self.forced_tools:
             raise RequestError("tool_choice names none of the tools", param="tool_choice")
         if self.forced_tools and self.grammars:
             other = next(iter(self.grammars))
@@ -112,13 +160,14 @@ class ChatBody(Conversation, Generation):
 # ---- requests
 
 
-def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Request]:
+def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> Steps[list[Request]]:
     """The requests of all choices; raises `RequestError`."""
     messages = plain_messages(wire)
-    with _chat_sampling(engine, wire) as sampling:
+    with _chat_sampling(engine, wire) as sampling, _said_if_truncated(wire):
         # First, since rendering takes longer than it takes to refuse a grammar.
-        checked = engine.check_sampling(sampling)
-        ids = engine.render_chat(messages, **wire.template_arguments)
+        checked = yield from _checked(engine, wire, sampling)
+        render = partial(engine.render_chat, **wire.template_arguments)
+        ids = yield from _fitted(engine, wire, messages, sampling, render, len)
         thoughts = None if sampling.grammar is None else engine.tokenizer.thoughts_before(ids)
         requests = requests_of(
             engine,
@@ -134,12 +183,79 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Requ
         return list(requests)
 
 
-def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> tuple[str, list[int]]:
+def _forced_grammar(way: ToolFormat, wire: ChatBody, tools: Sequence[dict[str, Any]]) -> Grammar:
+    is_one = isinstance(wire.tool_choice, dict) and "name" in wire.tool_choice
+    parallel = wire.parallel_tool_calls and not is_one
+    return answer_parser.forced_calls(way, tools, parallel=parallel)
+
+
+def _checked(engine: AsyncLLM, wire: ChatBody, sampling: SamplingParams) -> Steps[CheckedSampling]:
+    """The checked sampling; an error of a forced tool's schema names the tool."""
+    try:
+        checked = yield from engine.check_sampling(sampling)
+        return checked
+    except RequestError as error:
+        way = _tool_format(engine, wire)
+        if error.param != "grammar" or way is None or not wire.forced_tools:
+            raise
+        # Each tool alone takes a part of what all have taken, up to the first that is refused.
+        is_too_much = "cannot be compiled" in error.message or "too large" in error.message
+        tools = [] if is_too_much else wire.enforced_tools[0]
+        for (i, _), tool in zip(wire.forced, tools, strict=False):
+            grammar = _forced_grammar(way, wire, [tool])
+            try:
+                yield from engine.check_sampling(sampling.replace(grammar=grammar))
+            except RequestError as own:
+                place = f"tools[{i}].function.parameters"
+                message = own.message.partition(": ")[2] or own.message
+                raise type(own)(f"{place}: {message}", param=place, code=own.code) from None
+        raise
+
+
+def rendered_chat(engine: AsyncLLM, wire: ChatBody) -> Steps[tuple[str, list[int]]]:
     """The text and the ids of the prompt that `chat_requests` would make; same refusals, but a
     prompt may be longer than the model serves: by how much is what a caller may want to know."""
     messages = plain_messages(wire)
-    with _chat_sampling(engine, wire):
-        return engine.tokenizer.apply_chat_template(messages, **wire.template_arguments)
+    with _chat_sampling(engine, wire) as sampling:
+        render = partial(engine.tokenizer.chat_prompt, **wire.template_arguments)
+        prompt = yield from _fitted(
+            engine, wire, messages, sampling, render, lambda prompt: len(prompt[1])
+        )
+        return prompt
+
+
+def _fitted(
+    engine: AsyncLLM,
+    wire: ChatBody,
+    messages: list[dict[str, Any]],
+    sampling: SamplingParams,
+    render: Callable[[list[dict[str, Any]]], Steps[R]],
+    count: Callable[[R], int],
+) -> Steps[R]:
+    """The prompt, without the oldest turns if the body allows it; `wire.dropped` says how many. It
+    leaves room for `max_tokens`, or else for one token."""
+    if wire.truncation == "disabled":
+        prompt = yield from render(messages)
+        return prompt
+    wanted = sampling.max_tokens or max(1, sampling.min_tokens)
+    room = engine.max_seq_len - wanted
+    found = yield from truncation.fitted(messages, render, count, room)
+    wire.leave_out(found.dropped)
+    return found.prompt
+
+
+@contextmanager
+def _said_if_truncated(wire: ChatBody) -> Iterator[None]:
+    """The error for a prompt that is too long says what truncation has done about it."""
+    try:
+        yield
+    except RequestError as error:
+        num_messages = wire.dropped.num_messages
+        if error.code != "context_length_exceeded" or not num_messages:
+            raise
+        words = f"{num_messages} messages were left out, and the others must stay"
+        message = f"{error.message}; {words}"
+        raise type(error)(message, param=error.param, code=error.code) from None
 
 
 def plain_messages(wire: Conversation) -> list[dict[str, Any]]:
@@ -158,9 +274,17 @@ def _tool_format(engine: AsyncLLM, wire: ChatBody) -> ToolFormat | None:
 
 
 def _tool_warning(engine: AsyncLLM, wire: ChatBody) -> str | None:
-    """What the client should know about its tools; None: nothing."""
-    use = engine.tokenizer.tool_use
-    return use.warning if use and wire.shown_tools and not wire.forced_tools else None
+    """What the client should know about its tools and schemas; None: nothing."""
+    use, warnings = engine.tokenizer.tool_use, list[str | None]()
+    if use and wire.shown_tools and not wire.forced_tools:
+        warnings.append(use.warning)
+    functions = {i for i, _ in wire.functions}
+    others = [(i, tool["type"]) for i, tool in enumerate(wire.tools) if i not in functions]
+    if others:
+        named = ", ".join(f"tools[{i}] {kind[:MAX_NAME_CHARS]!a}" for i, kind in others[:8])
+        warnings.append(f"only functions are supported, so the model does not see {named}")
+    warnings.append(warning_of(wire.enforced.dropped + wire.enforced_tools[1]))
+    return "; ".join(filter(None, warnings)) or None
 
 
 def _parsed_token_ids(engine: AsyncLLM, wire: ChatBody) -> tuple[int, ...]:
@@ -180,21 +304,20 @@ def _prompt_end(engine: AsyncLLM, prompt: Sequence[int]) -> str:
 def _chat_sampling(engine: AsyncLLM, wire: ChatBody) -> Iterator[SamplingParams]:
     """The sampling of a chat; errors inside of the block get the names of a chat's fields."""
     names = {"logprobs": "top_logprobs", "prompt": "messages", **grammar_name(wire)}
-    limit, logprobs = wire.max_tokens, wire.top_logprobs
+    most, logprobs = wire.max_tokens, wire.top_logprobs
     if wire.max_completion_tokens is not None:
-        if limit not in (None, wire.max_completion_tokens):
+        if most not in (None, wire.max_completion_tokens):
             message = "max_tokens and max_completion_tokens differ; send one of them"
             raise RequestError(message, param="max_tokens")
-        limit, names["max_tokens"] = wire.max_completion_tokens, "max_completion_tokens"
+        most, names["max_tokens"] = wire.max_completion_tokens, "max_completion_tokens"
     if logprobs is None and wire.logprobs:
         logprobs = 0
     with in_callers_names(names):
         check_stream_format(wire, logprobs)
-        sampling = sampling_of(wire, limit, logprobs)
+        sampling = sampling_of(engine, wire, most, logprobs)
         way = _tool_format(engine, wire)
         if way is not None and wire.forced_tools:
-            parallel = wire.parallel_tool_calls and isinstance(wire.tool_choice, str)
-            grammar = answer_parser.forced_calls(way, wire.forced_tools, parallel=parallel)
+            grammar = _forced_grammar(way, wire, wire.enforced_tools[0])
             sampling = sampling.replace(grammar=grammar)
         if logprobs is not None and not wire.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
@@ -232,7 +355,7 @@ class ChatAnswer:
         if marks := thoughts_in(source):
             inside = prompt_end.rstrip().endswith(marks.opening)
             thoughts = [ThoughtTokens(engine.tokenizer, marks, inside=inside) for _ in requests]
-        self._usage = TokenUsage(requests, wire.n, thoughts)
+        self._usage = TokenUsage(requests, wire.n, thoughts, more=wire.dropped.usage)
         self._details = TokenDetails(engine.tokenizer, wire, requests)
         self._chunks = ChunkWriter(self._head, wire.stream_options, self._usage)
         names = [tool["function"]["name"] for tool in wire.forced_tools or wire.shown_tools]
@@ -324,16 +447,19 @@ class ChatAnswer:
 
     def _parsed(self, index: int, text: str, *, end: bool) -> dict[str, Any]:
         """What is new in a choice, as members of its message."""
-        reasoning, content, calls = self._parsers[index].push(text, end=end)
+        reasoning, content, calls, more = self._parsers[index].push(text, end=end)
         new: dict[str, Any] = {}
         if reasoning and self._wire.include_reasoning:
             new["reasoning_content"] = reasoning
         if content:
             new["content"] = content
+        first = self._num_calls[index]
+        pieces: list[dict[str, Any]] = []
+        if more:
+            pieces.append({"index": first - 1, "function": {"arguments": more}})
         if calls:
-            first = self._num_calls[index]
             self._num_calls[index] += len(calls)
-            new["tool_calls"] = [
+            pieces += [
                 {
                     "index": number,
                     "id": f"{self._call_id}_{index}_{number}",
@@ -342,6 +468,8 @@ class ChatAnswer:
                 }
                 for number, call in enumerate(calls, first)
             ]
+        if pieces:
+            new["tool_calls"] = pieces
         if self._on_message is not None:
             self._on_message(new)
         return new
@@ -363,7 +491,7 @@ class ChatAnswer:
 
 
 def unnumbered(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls as a message has them: only pieces of a list say where they belong."""
+    """Calls as a message has them: only pieces of a stream say where they belong."""
     return [{name: each[name] for name in each if name != "index"} for each in calls]
 
 
@@ -376,7 +504,9 @@ class ChatApi:
     refuses = (404, 409)
     has_sessions = True
 
-    def make_requests(self, engine: AsyncLLM, wire: ChatBody, answer_id: str) -> list[Request]:
+    def make_requests(
+        self, engine: AsyncLLM, wire: ChatBody, answer_id: str
+    ) -> Steps[list[Request]]:
         return chat_requests(engine, wire, answer_id)
 
     def make_answer(

@@ -22,9 +22,10 @@ from infer.server.openai.answer_parts import (
 )
 from infer.server.openai.events import dump, event
 from infer.server.openai.generating_api import OnMessage, Part, StreamFormat
+from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.large_json import Later
-from infer.server.openai.schema import COUNT, RANGES, Generation, between
-from infer.server.openai.schema_base import plain
+from infer.server.openai.schema import RANGES, Generation, Limit, between, limit
+from infer.server.openai.schema_base import Int, plain, whole_list
 from infer.server.openai.to_engine import (
     Prompt,
     check_stream_format,
@@ -34,8 +35,9 @@ from infer.server.openai.to_engine import (
     sampling_of,
 )
 from infer.server.openai.typed_events import TypedEvents
+from infer.text.untrusted.workers import Steps
 from infer.types import FinishReason, Request, RequestOutput, TextDelta, TokenLogprobs
-from infer.types.sampling import MAX_LOGPROBS
+from infer.types.sampling import DEFAULT_MAX_TOKENS, MAX_LOGPROBS
 
 MAX_CHOICES = 256
 """maximum number of choices of one request: prompts x n"""
@@ -47,36 +49,40 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
         return (value,)
     if not isinstance(value, list):
         raise RequestError("prompt must be a string, a list of strings or token ids")
-    if is_ids(value):
-        return (tuple(value),)
+    if (ids := as_ids(value)) is not None:
+        return (ids,)
     if len(value) > MAX_CHOICES:
         raise UnprocessableError(f"prompt is a list of more than {MAX_CHOICES} prompts")
     if all(isinstance(item, str) for item in value):
         return tuple(value)
-    if all(isinstance(item, list) and is_ids(item) for item in value):
-        return tuple(map(tuple, value))
+    lists = [as_ids(item) for item in value]
+    if None not in lists:
+        return tuple(ids for ids in lists if ids is not None)
     raise RequestError(
         "prompt must be a string, a list of strings, a list of token ids (integers)"
         " or a list of lists of token ids"
     )
 
 
-def is_ids(items: list[Any]) -> bool:
-    """Whether all members are integers, and no booleans."""
-    return set(map(type, items)) <= {int}
+def as_ids(value: Any) -> tuple[int, ...] | None:
+    """The members of a list of integers, and no booleans; None for anything else."""
+    if not isinstance(value, list):
+        return None
+    items = whole_list(value)
+    return tuple(items) if set(map(type, items)) <= {int} else None
 
 
 class CompletionBody(Generation):
     """`POST /v1/completions`."""
 
     documented = RANGES | {
-        "max_tokens": COUNT,
+        "max_tokens": limit(0),
         "logprobs": {"anyOf": [{"type": "integer", **between(0, MAX_LOGPROBS)}]},
     }
 
     prompt: Annotated[tuple[Prompt, ...], plain(_prompts, str | list[str | int | list[int]])]
-    max_tokens: int = 16
-    logprobs: int | None = None
+    max_tokens: Limit = DEFAULT_MAX_TOKENS
+    logprobs: Int | None = None
     echo: bool = False
 
     @property
@@ -99,16 +105,18 @@ class CompletionBody(Generation):
         return self
 
 
-def completion_requests(engine: AsyncLLM, wire: CompletionBody, answer_id: str) -> list[Request]:
+def completion_requests(
+    engine: AsyncLLM, wire: CompletionBody, answer_id: str
+) -> Steps[list[Request]]:
     """The requests of all prompts; raises `RequestError`."""
     with in_callers_names(grammar_name(wire)):
-        limit = 1 if wire.wants_only_prompt else wire.max_tokens
+        most = 1 if wire.wants_only_prompt else wire.max_tokens
         check_stream_format(wire, wire.logprobs, len(wire.prompt))
-        sampling = sampling_of(wire, limit, wire.logprobs)
+        sampling = sampling_of(engine, wire, most, wire.logprobs)
         if wire.echo and wire.logprobs is not None:
             count = max(wire.logprobs, wire.prompt_logprobs or 0)
             sampling = sampling.replace(prompt_logprobs=count)
-        checked = engine.check_sampling(sampling)
+        checked = yield from engine.check_sampling(sampling)
         requests = requests_of(
             engine,
             wire.prompt,
@@ -135,11 +143,11 @@ class CompletionAnswer:
     of its choices."""
 
     merges = True
-    warning = None
 
     def __init__(
         self, engine: AsyncLLM, wire: CompletionBody, requests: Sequence[Request], answer_id: str
     ) -> None:
+        self.warning = warning_of(wire.enforced.dropped)
         self._wire = wire
         self._requests = requests
         self._only_prompt = wire.wants_only_prompt
@@ -259,7 +267,7 @@ class CompletionsApi:
 
     def make_requests(
         self, engine: AsyncLLM, wire: CompletionBody, answer_id: str
-    ) -> list[Request]:
+    ) -> Steps[list[Request]]:
         return completion_requests(engine, wire, answer_id)
 
     def make_answer(

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.server.openai.schema import GeneratingBody
+from infer.text.untrusted.workers import Steps
 from infer.types import Request, RequestOutput, TextDelta
 
 B = TypeVar("B", bound=GeneratingBody)
@@ -88,8 +89,9 @@ class GeneratingApi(Protocol[B]):
     def has_sessions(self) -> bool:
         """Whether a body with `session_id` and `messages` continues a session."""
 
-    def make_requests(self, engine: AsyncLLM, wire: B, answer_id: str) -> list[Request]:
-        """The engine's requests, one for each of `wire.num_choices`; raises `RequestError`."""
+    def make_requests(self, engine: AsyncLLM, wire: B, answer_id: str) -> Steps[list[Request]]:
+        """The engine's requests, one for each of `wire.num_choices`; raises `RequestError`.
+        Grammars and chat templates are jobs for other processes: see `Steps`."""
 
     def make_answer(
         self,

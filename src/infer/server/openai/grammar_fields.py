@@ -2,26 +2,118 @@
 
 These are OpenAI's `response_format`, and vLLM's `structured_outputs` and older `guided_*`. Only the
 shape is checked here; the engine's `InputProcessor` checks that a schema or an expression compiles.
+
+What cannot be enforced of a schema, also of a tool's parameters, is dropped and named in the header
+`X-Warning`, since clients pass on schemas that they have not written. With `strict: true` it is an
+error, which names the place.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from infer.errors import RequestError, UnprocessableError
-from infer.types.grammar import Grammar
+from infer.text.answer_parser import takes_nothing
+from infer.text.grammars.schema_relaxing import DroppedKeywords, relaxed
+from infer.types.grammar import MAX_GRAMMAR_CHARS, Grammar
 
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex",
           "guided_choice", "guided_grammar")  # fmt: skip
 _MEMBER_OF = {"json_schema": "json_schema", "json_object": "schema"}
 """type of a response_format → the other field that it may have"""
 
+MAX_WARNED = 8
+"""Maximum number of keywords that a header names."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedSchema(Grammar):
+    """The grammar of a JSON schema as a client has sent it."""
+
+    path: str = ""
+    """Where the body has the schema."""
+    is_strict: bool = False
+    """Whether all of it must be enforced."""
+
+
+class Enforced(NamedTuple):
+    """What is enforced of schemas."""
+
+    grammar: Grammar | None
+    dropped: tuple[str, ...] = ()
+    """Places and names of keywords that are not enforced."""
+
+
+def enforced(asked: Grammar | None) -> Enforced:
+    """What is enforced of a grammar. Raises `RequestError` if that is not all and it is strict.
+
+    The time is linear in the schema's size.
+    """
+    if not isinstance(asked, AskedSchema):
+        return Enforced(asked)
+    plain = Grammar(asked.kind, asked.text)
+    if len(asked.text) > MAX_GRAMMAR_CHARS:  # refused later
+        return Enforced(plain)
+    try:
+        schema = json.loads(asked.text)
+    except (ValueError, RecursionError):
+        return Enforced(plain)
+    kept = relaxed(schema)
+    dropped = _named(kept.dropped, asked.path, is_strict=asked.is_strict)
+    return Enforced(plain if kept.schema is schema else Grammar.json(kept.schema), dropped)
+
+
+def enforced_tools(
+    tools: Iterable[tuple[int, dict[str, Any]]],
+) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """(tools with what is enforced of their parameters, names of what is not).
+
+    `tools`: places in the body and functions, in OpenAI's form. Raises `RequestError` for a tool
+    with `strict: true`, of which all must be enforced.
+    """
+    kept, names = list[dict[str, Any]](), list[str]()
+    for i, tool in tools:
+        function = tool["function"]
+        given = function.get("parameters") or {}
+        parameters = relaxed(given)
+        path = f"tools[{i}].function.parameters"
+        names += _named(parameters.dropped, path, is_strict=function.get("strict") is True)
+        schema = parameters.schema
+        if takes_nothing(schema) and not takes_nothing(given):  # what described it was dropped
+            schema = {**schema, "additionalProperties": True}
+        kept.append({**tool, "function": {**function, "parameters": schema}})
+    return kept, tuple(names)
+
+
+def _named(dropped: Sequence[DroppedKeywords], path: str, *, is_strict: bool) -> tuple[str, ...]:
+    if dropped and is_strict:
+        place, keyword = path + dropped[0].path, dropped[0].keyword
+        raise RequestError(
+            f"{place}: {keyword} cannot be enforced, and strict is true; leave it out, or send"
+            " strict: false to have it ignored",
+            param=place,
+            code="invalid_json_schema",
+        )
+    return tuple(f"{path}{one.path}: {one.keyword}" for one in dropped)
+
+
+def warning_of(dropped: Sequence[str]) -> str | None:
+    """The warning about keywords that are not enforced, in ASCII; None if there are none."""
+    if not dropped:
+        return None
+    named = [ascii(one)[1:-1] for one in dropped[:MAX_WARNED]]
+    rest = len(dropped) - len(named)
+    return f"not enforced: {', '.join(named)}" + (f" and {rest} more" if rest else "")
+
 
 def response_format(value: Any) -> Grammar | None:
     """The grammar of a `response_format`; None for the type `text`.
 
     A `json_object` may have a `schema`, which some clients add; a `json_schema` has
-    `{"json_schema": {"name", "schema"}}`.
+    `{"json_schema": {"name", "schema"}}`, whose name has no effect and may be missing.
     """
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
@@ -37,18 +129,28 @@ def response_format(value: Any) -> Grammar | None:
     schema = value.get("schema")
     if schema is not None and not isinstance(schema, dict):
         raise RequestError("response_format: schema must be an object")
-    return Grammar.json(schema) if kind == "json_object" else None
+    if kind == "text":
+        return None
+    return _asked(schema, "response_format.schema")
+
+
+def _asked(
+    schema: dict[str, Any] | bool | str | None, path: str, *, is_strict: bool = False
+) -> Grammar:
+    plain = Grammar.json(schema)
+    return AskedSchema(plain.kind, plain.text, path, is_strict)
 
 
 def _named_schema(value: Any) -> Grammar:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise RequestError("response_format: json_schema must be an object with a name")
+    if not isinstance(value, dict) or not isinstance(value.get("name") or "", str):
+        raise RequestError("response_format: json_schema must be an object whose name is a string")
     if unknown := sorted(value.keys() - {"name", "description", "schema", "strict"}):
         raise UnprocessableError(f"response_format: json_schema has no field {unknown[0][:64]!r}")
     schema = value.get("schema")
     if schema is not None and not isinstance(schema, dict):
         raise RequestError("response_format: json_schema.schema must be an object")
-    return Grammar.json(schema)
+    path, is_strict = "response_format.json_schema.schema", value.get("strict") is True
+    return _asked(schema, path, is_strict=is_strict)
 
 
 def outputs(value: Any) -> Grammar | None:
@@ -65,14 +167,16 @@ def outputs(value: Any) -> Grammar | None:
     if len(given) != 1:
         raise RequestError(f"structured_outputs needs exactly one of {', '.join(_OUTPUTS)}")
     ((name, member),) = given.items()
+    if name == "json":
+        return json_schema(member, "structured_outputs.json")
     return _OUTPUTS[name](member)
 
 
-def json_schema(value: Any) -> Grammar:
+def json_schema(value: Any, path: str = "guided_json") -> Grammar:
     """The grammar of a JSON schema, which is an object or its text."""
     if not isinstance(value, dict | str):
         raise RequestError("a JSON schema must be an object or its text")
-    return Grammar.json(value)
+    return _asked(value, path)
 
 
 def regex(value: Any) -> Grammar:

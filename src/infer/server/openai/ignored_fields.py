@@ -4,6 +4,10 @@ Real clients send such fields with their defaults (`best_of: 1`, `tools: []`). R
 break the clients; ignoring other values would give an answer that was not asked for. So each name
 has a list of values that have no effect. A type stands for all of its values, for hints that never
 change an answer (cache keys, ids of end users). A field that gets implemented moves to the models.
+
+Some of these fields only ask for another price, speed, style or storage (`HINTS`). An answer
+without them is still what was asked for. So they count as unknown fields do: unless the server is
+strict they are left out and named in a header of the answer (`note`).
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ REQUEST_FIELDS: IgnoredValues = {
     "reasoning_effort": (str,),  # a chat passes it to the template
     "service_tier": ("auto", "default"),
     "suffix": ("",),
+    "truncation": ("disabled",),  # a chat has turns that can be left out
     "verbosity": ("medium",),
     # other servers' extensions
     **dict.fromkeys(("add_special_tokens", "cache_salt", "chat_template"), ()),
@@ -42,38 +47,54 @@ REQUEST_FIELDS: IgnoredValues = {
     "length_penalty": (1.0,),
 }
 MESSAGE_FIELDS: IgnoredValues = {
-    **dict.fromkeys(("audio", "function_call", "refusal"), ()),
-    "annotations": ([],),
+    **dict.fromkeys(("audio", "function_call"), ()),
+    "annotations": (list,),  # OpenAI's answers have them, and clients send them back
+    "refusal": (str,),  # `Message` reads it where there is no content
     "provider_specific_fields": (dict,),  # LiteLLM adds it to answers, and clients send it back
 }
 TOKENIZE_CHAT_FIELDS: IgnoredValues = {
     "add_special_tokens": (False,),  # the template adds them
     "chat_template": (),
+    "truncation": ("disabled",),
 }
 STREAM_FIELDS: IgnoredValues = {"include_obfuscation": (False,)}
+HINTS = frozenset(
+    ("include_obfuscation", "length_penalty", "prompt_cache_options", "prompt_cache_retention",
+     "service_tier", "spaces_between_special_tokens", "store", "thinking", "verbosity")
+)  # fmt: skip
+"""those of the fields above that may be left out whatever their value is"""
+MAX_NOTED = 32
+"""maximum number of ignored names that an answer tells"""
+
+
+def note(names: list[str], name: str) -> None:
+    """Add the name of a field that is ignored, once, unless `MAX_NOTED` are there already."""
+    if len(names) < MAX_NOTED and name not in names:
+        names.append(name)
 
 
 def has_no_effect(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Whether `value` is one of the accepted ones. 1 is accepted for 1.0, but 1.0 is not for 1."""
+    """Whether `value` is one of the accepted ones. 1 and 1.0 are the same number."""
     return any(_fits(value, one) for one in accepted)
 
 
 def _fits(value: Any, accepted: Any) -> bool:
     if isinstance(accepted, type):
         return isinstance(value, accepted)
-    kinds = (int, float) if isinstance(accepted, float) else (type(accepted),)
+    is_number = type(accepted) in (int, float)
+    kinds = (int, float) if is_number else (type(accepted),)
     return type(value) in kinds and bool(value == accepted)
 
 
 def shown(accepted: tuple[Any, ...]) -> str:
     """The accepted values as text, for an error message."""
-    types = {str: "a string", bool: "true or false", dict: "an object"}
+    types = {str: "a string", bool: "true or false", dict: "an object", list: "a list"}
     words = [types[one] if isinstance(one, type) else json.dumps(one) for one in accepted]
     return " or ".join(words) or "null"
 
 
 def schema(accepted: tuple[Any, ...]) -> dict[str, Any]:
     """The accepted values as JSON Schema, for the OpenAPI document."""
-    types = {str: "string", bool: "boolean", dict: "object"}
+    types = {str: "string", bool: "boolean", dict: "object", list: "array"}
     kinds = [{"type": types[one]} if isinstance(one, type) else {"const": one} for one in accepted]
     return {"anyOf": [*kinds, {"type": "null"}]}

@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
+from infer.server.openai.schema import SampledBody
 from infer.server.openai.schema_base import Wire
 from infer.server.tenancy.limits import OPEN_PATHS, costs
+from infer.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from infer.version import VERSION
 
 E = TypeVar("E", bound=Callable[..., Any])
@@ -56,10 +58,18 @@ def each(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, Route, str]]:
         yield method, route, (route.endpoint.__doc__ or "").partition("\n")[0]
 
 
-def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
+def document(
+    routes: Iterable[BaseRoute],
+    *,
+    has_keys: bool,
+    refuses_unknown: bool = False,
+    defaults: SamplingDefaults = NO_DEFAULTS,
+) -> dict[str, Any]:
     """The OpenAPI document of an app's routes, as JSON values.
 
-    `has_keys`: whether the server demands API keys.
+    `has_keys`: whether the server demands API keys. `refuses_unknown`: whether it refuses unknown
+    fields of every body, not only of the strict ones. `defaults`: what the model says about fields
+    that are left out, which replaces the fixed defaults.
     """
     paths: dict[str, dict[str, Any]] = {}
     models: dict[type[Wire], None] = {}
@@ -85,6 +95,13 @@ def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
             operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
         paths.setdefault(route.path_format, {})[method.lower()] = operation
     named = models_json_schema([(model, "validation") for model in models], ref_template=REF)[1]
+    for model in models:
+        if issubclass(model, SampledBody):
+            _set_defaults(named["$defs"][model.__name__]["properties"], defaults)
+    if not refuses_unknown:
+        strict = {model.__name__ for model in models if model.is_strict}
+        for name in named["$defs"].keys() - strict:
+            named["$defs"][name].pop("additionalProperties", None)
     return {
         "openapi": "3.1.0",
         "info": {"title": "infer", "version": VERSION},
@@ -97,6 +114,15 @@ def document(routes: Iterable[BaseRoute], *, has_keys: bool) -> dict[str, Any]:
             },
         },
     }
+
+
+def _set_defaults(fields: dict[str, Any], defaults: SamplingDefaults) -> None:
+    """Write a model's defaults into a body's fields, with the place where they are from."""
+    for name, value in defaults.values.items():
+        for kind in fields[name].get("anyOf", ()):
+            kind.pop("default", None)
+        words = f"The default of this model, from {defaults.source}."
+        fields[name] |= {"default": value, "description": words}
 
 
 def _response(status: int, kinds: Iterable[str]) -> dict[str, Any]:

@@ -10,23 +10,33 @@ those of vLLM.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, FailFast, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    FailFast,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
 
 from infer.errors import RequestError, UnprocessableError
 from infer.server.http.json_body import MAX_NAME_CHARS, parse_json
-from infer.server.openai import grammar_fields, ignored_fields
-from infer.server.openai.schema_base import Wire, plain
+from infer.server.openai import content_parts, grammar_fields, ignored_fields
+from infer.server.openai.schema_base import WHOLE, Int, Wire, plain, whole, whole_list
 from infer.types import sampling
 from infer.types.grammar import Grammar
 from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
 
-MAX_CHOICES_PER_PROMPT = 8
-"""largest `n`"""
+MAX_CHOICES_PER_PROMPT = 128
+"""largest `n`; OpenAI's"""
 MAX_LIGHT_CHARS, MAX_LIGHT_WORDS = 1024, 16
-"""maximum size of `bad_words` that are tokenised on the event loop"""
+"""maximum size of `bad_words`, and of a chat that may be truncated, on the event loop"""
 MAX_LIGHT_ENTRIES = 2048
 """maximum of choices x (1 + entries of lists) that are checked on the event loop"""
 MAX_MESSAGES = 1024
@@ -43,10 +53,19 @@ _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
 
 
 def _stop(value: Any, info: ValidationInfo) -> tuple[str, ...]:
+    """The strings; null and "" are none."""
     strings = [value] if isinstance(value, str) else value
+    if isinstance(strings, list):
+        strings = [item for item in strings if item is not None]
     if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
         raise RequestError(f"{info.field_name} must be a string or a list of strings")
-    return tuple(strings)
+    return tuple(filter(None, strings))
+
+
+def _limit(value: Any) -> Any:
+    """A number of tokens; None for -1, which clients send for no limit."""
+    value = whole(value)
+    return None if type(value) is int and value in sampling.NO_LIMIT else value
 
 
 def _logit_bias(value: Any) -> dict[int, float]:
@@ -75,43 +94,23 @@ def _metadata(value: Any) -> dict[str, str]:
     return value
 
 
-def _content(value: Any) -> str:
-    """The text of a string or of a list of text parts, which are concatenated."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-        raise RequestError("content must be a string or a list of text parts")
-    for part in value:
-        kind = part.get("type")
-        if kind != "text":
-            shown = repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
-            raise RequestError(
-                f"content has a part with {shown}; only parts of the type 'text' are supported",
-                code="unsupported_content_part",
-            )
-        if not isinstance(part.get("text"), str) or len(part) > 2:
-            raise RequestError("a text part of content must be {'type': 'text', 'text': string}")
-    return "".join(part["text"] for part in value)
+def _content(value: Any, info: ValidationInfo) -> str:
+    return content_parts.text_of(value, info.data.get("role"), info.context)
 
 
-def _prediction(value: Any) -> str:
+def _prediction(value: Any, info: ValidationInfo) -> str:
     """The text of OpenAI's `prediction`: `{"type": "content", "content": …}`, whose content is a
-    text or a list of parts of the type `text`."""
+    text or a list of text parts."""
     words = '{"type": "content", "content": a text, or a list of {"type": "text", "text": …}}'
-    if not isinstance(value, dict) or value.keys() != {"type", "content"}:
+    if not isinstance(value, dict) or value.get("type") != "content" or "content" not in value:
         raise RequestError(f"prediction must be {words}")
-    parts = value["content"]
-    if isinstance(parts, str):
-        parts = [{"type": "text", "text": parts}]
-    if value["type"] != "content" or not isinstance(parts, list):
-        raise RequestError(f"prediction must be {words}")
-    texts: list[str] = []
-    for part in parts:
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str) or part != {"type": "text", "text": text}:
-            raise RequestError(f"prediction must be {words}")
-        texts.append(text)
-    return "".join(texts)
+    content_parts.leave_out(value, {"type", "content"}, "prediction", info.context)
+    try:
+        return content_parts.text_of(value["content"], None, info.context)
+    except UnprocessableError:
+        raise
+    except RequestError:
+        raise RequestError(f"prediction must be {words}") from None
 
 
 def _variables(value: Any) -> dict[str, Any]:
@@ -124,14 +123,17 @@ def _variables(value: Any) -> dict[str, Any]:
 
 
 def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
-    """A list of definitions or calls of functions, checked for its shape."""
+    """A list of definitions or calls of functions, checked for its shape. Tools may also be of
+    other kinds, which nobody but their owner can run: they are not shown to the model."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise RequestError(f"{info.field_name} must be a list of objects")
     if len(value) > MAX_TOOLS:
         raise UnprocessableError(f"{info.field_name} must be a list of at most {MAX_TOOLS}")
     for item in value:
-        function = item.get("function")
-        if item.get("type", "function") != "function":
+        function, kind = item.get("function"), item.get("type", "function")
+        if info.field_name == "tools" and kind != "function" and isinstance(kind, str):
+            continue  # named in a header
+        if kind != "function":
             raise RequestError(f"{info.field_name}: only the type 'function' is supported")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             words = "each needs a `function`, an object with a `name`"
@@ -141,8 +143,11 @@ def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
     return value
 
 
-def _tool_choice(value: Any) -> str | dict[str, str]:
-    """The choice: "none", "auto", "required", or a function as `{"name": …}`."""
+def _tool_choice(value: Any) -> str | dict[str, Any]:
+    """The choice: "none", "auto", "required", a function as `{"name": …}`, or functions as
+    `{"mode": "auto" or "required", "names": […]}`."""
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        return _allowed_tools(value)
     if isinstance(value, dict):
         function = value.get("function")
         if value == {"type": "function", "function": function} and isinstance(function, dict):
@@ -155,18 +160,41 @@ def _tool_choice(value: Any) -> str | dict[str, str]:
     raise RequestError(f"tool_choice must be 'none', 'auto', 'required' or {words}")
 
 
+def _allowed_tools(value: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's `allowed_tools`, with its members in the choice itself or in one of this name."""
+    inner = value.get("allowed_tools", value)
+    mode, tools = (inner.get("mode"), inner.get("tools")) if isinstance(inner, dict) else (None, 0)
+    if mode not in ("auto", "required") or not isinstance(tools, list):
+        words = "{'mode': 'auto' or 'required', 'tools': [{'type': 'function', 'function': …}]}"
+        raise RequestError(f"tool_choice: allowed_tools must be {words}")
+    names = list[str]()
+    for tool in tools:
+        if not isinstance(tool, dict):
+            raise RequestError("tool_choice: each of the allowed tools must be an object")
+        if tool.get("type", "function") != "function":
+            continue
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise RequestError("tool_choice: each allowed function needs a name")
+        names.append(name)
+    return {"mode": mode, "names": names}
+
+
 def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The calls in the form that templates expect, with their arguments as an object."""
+    """The calls in the form that templates expect, with their arguments as an object.
+
+    Arguments that are none, as a model may have written them, stay text for `tool_messages`.
+    """
     parsed = []
     for call in calls:
         arguments = call["function"].get("arguments") or {}
         if isinstance(arguments, str):
-            try:
-                arguments = parse_json(arguments.encode())
-            except RequestError:
-                arguments = None
-        if not isinstance(arguments, dict):
-            raise RequestError("tool_calls: arguments must be a JSON object, as text or as it is")
+            with contextlib.suppress(RequestError):
+                value = parse_json(arguments.encode())
+                arguments = {} if value is None else value if isinstance(value, dict) else arguments
+        elif not isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
         parsed.append({**call, "function": {**call["function"], "arguments": arguments}})
     return parsed
 
@@ -178,8 +206,10 @@ Role = Annotated[
 ]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Stop = Annotated[tuple[str, ...], plain(_stop, str | list[str])]
-TokenIds = Annotated[list[int], FailFast()]  # one error only, not one for each wrong id
-ToolChoice = Annotated[str | dict[str, str], plain(_tool_choice, str | dict[str, Any])]
+# One error only, not one for each wrong id.
+TokenIds = Annotated[list[int], FailFast(), BeforeValidator(whole_list)]
+Limit = Annotated[int | None, BeforeValidator(_limit)]
+ToolChoice = Annotated[str | dict[str, Any], plain(_tool_choice, str | dict[str, Any])]
 Functions = Annotated[list[dict[str, Any]], plain(_functions, list[dict[str, Any]])]
 
 
@@ -188,11 +218,18 @@ def between(low: float, high: float) -> dict[str, Any]:
 
 
 COUNT = between(0, sampling.MAX_TOKENS_CEILING)
-_STRING = {"type": "string", "minLength": 1, "maxLength": sampling.MAX_STOP_STRING_CHARS}
+_STRING = {"type": "string", "maxLength": sampling.MAX_STOP_STRING_CHARS}
 
 
-def string_list(most: int) -> dict[str, Any]:
-    return {"anyOf": [_STRING, {"type": "array", "items": _STRING, "maxItems": most}]}
+def limit(least: int) -> dict[str, Any]:
+    """A limit of the answer's tokens; -1 is none."""
+    tokens = {"type": "integer", **between(least, sampling.MAX_TOKENS_CEILING)}
+    return {"anyOf": [{"const": -1}, tokens]}
+
+
+def _string_list(most: int) -> dict[str, Any]:
+    items = {"anyOf": [_STRING, {"type": "null"}]}
+    return {"anyOf": [_STRING, {"type": "array", "items": items, "maxItems": most}]}
 
 
 def _token_ids(most: int, least: int = 0) -> dict[str, Any]:
@@ -201,8 +238,8 @@ def _token_ids(most: int, least: int = 0) -> dict[str, Any]:
 
 
 RANGES: dict[str, dict[str, Any]] = {
-    "temperature": {"anyOf": [{"const": 0}, {"type": "number", **between(0.01, 2)}]},
-    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "temperature": between(0, 2),
+    "top_p": between(0, 1),
     "min_p": between(0, 1),
     "presence_penalty": between(-2, 2),
     "frequency_penalty": between(-2, 2),
@@ -211,8 +248,8 @@ RANGES: dict[str, dict[str, Any]] = {
     "seed": {"anyOf": [{"type": "integer", **between(-(2**63), 2**63 - 1)}]},
     "min_tokens": COUNT,
     "prompt_logprobs": {"anyOf": [{"type": "integer", **between(0, sampling.MAX_LOGPROBS)}]},
-    "stop": string_list(sampling.MAX_STOP_STRINGS),
-    "bad_words": string_list(sampling.MAX_BAD_WORDS),
+    "stop": _string_list(sampling.MAX_STOP_STRINGS),
+    "bad_words": _string_list(sampling.MAX_BAD_WORDS),
     "stop_token_ids": _token_ids(sampling.MAX_STOP_TOKEN_IDS),
     "allowed_token_ids": _token_ids(sampling.MAX_ALLOWED_TOKEN_IDS, 1),
     "logit_bias": {
@@ -246,16 +283,43 @@ _TOOL = {
     },
     "required": ["function"],
 }
+_OTHER_TOOL = {
+    "type": "object",
+    "properties": {"type": {"type": "string", "not": {"const": "function"}}},
+    "required": ["type"],
+}
 _CHOSEN = {
     "type": "object",
     "properties": {"type": {"const": "function"}, "function": _FUNCTION},
     "required": ["type", "function"],
     "additionalProperties": False,
 }
+_ALLOWED = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "allowed_tools"},
+        "allowed_tools": {
+            "type": "object",
+            "properties": {
+                "mode": {"enum": ["auto", "required"]},
+                "tools": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+                        "required": ["function"],
+                    },
+                },
+            },
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", "allowed_tools"],
+}
 CONVERSATION: dict[str, dict[str, Any]] = {
     "messages": {"minItems": 1},
-    "tools": {"items": _TOOL, "maxItems": MAX_TOOLS},
-    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _CHOSEN]},
+    "tools": {"items": {"anyOf": [_TOOL, _OTHER_TOOL]}, "maxItems": MAX_TOOLS},
+    "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _CHOSEN, _ALLOWED]},
 }
 
 
@@ -305,6 +369,11 @@ class GeneratingBody(Body):
         """Whether the client has set no limit to the number of output tokens."""
         return False
 
+    @property
+    def answer_headers(self) -> list[tuple[str, str]]:
+        """Headers of the answer beside those that all have; read once the requests are made."""
+        return []
+
 
 class TextPart(Wire):
     """A part of a content, as the OpenAPI document shows it."""
@@ -325,26 +394,26 @@ class SampledBody(GeneratingBody):
 
     documented = RANGES
 
-    max_tokens: int | None = None
+    max_tokens: Limit = None
     temperature: float = 1.0
     top_p: float = 1.0
-    seed: int | None = None
+    seed: Int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Annotated[dict[int, float], plain(_logit_bias, dict[str, float])] = Field({})
     stop: Stop = ()
 
-    top_k: int = 0
+    top_k: Int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    min_tokens: int = 0
+    min_tokens: Int = 0
     ignore_eos: bool = False
     stop_token_ids: TokenIds = Field([])
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    allowed_token_ids: Annotated[list[int] | None, FailFast()] = None
+    allowed_token_ids: Annotated[list[int] | None, FailFast(), BeforeValidator(whole_list)] = None
     bad_words: Stop = ()
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), WHOLE] = 0
     reuse_prefix: bool = True
     """whether the prompt may take pages from the prefix cache and leave its own there for others"""
     prediction: Annotated[str, plain(_prediction, PredictedContent)] = Field("")
@@ -376,14 +445,25 @@ class SampledBody(GeneratingBody):
         return sum(len(grammar.text) for grammar in self.grammars.values())
 
     @property
+    def sets_limit(self) -> bool:
+        """Whether the client says how many tokens it wants, or that there is no limit."""
+        return "max_tokens" in self.model_fields_set
+
+    @property
     def is_open_ended(self) -> bool:
-        return self.max_tokens is None
+        return self.max_tokens is None or not self.sets_limit
 
     @property
     def grammars(self) -> dict[str, Grammar]:
         """Grammars of the answer's text, by the name of the field that has them."""
         given = {name: getattr(self, name) for name in grammar_fields.FIELDS}
         return {name: grammar for name, grammar in given.items() if grammar is not None}
+
+    @cached_property
+    def enforced(self) -> grammar_fields.Enforced:
+        """The grammar of the answer's text, and what of a schema is not in it. Raises
+        `RequestError`; the time is linear in the schema's size."""
+        return grammar_fields.enforced(next(iter(self.grammars.values()), None))
 
     @model_validator(mode="after")
     def _check_grammars(self) -> SampledBody:
@@ -399,12 +479,12 @@ class Generation(SampledBody):
 
     ignored = ignored_fields.REQUEST_FIELDS
 
-    n: int = Field(1, ge=1, le=MAX_CHOICES_PER_PROMPT)
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES_PER_PROMPT), WHOLE] = 1
     stream_options: StreamOptions | None = None
     stream_format: Literal["openai", "events"] = "openai"
     user: str | None = None
     metadata: Annotated[dict[str, str], plain(_metadata, dict[str, str])] = Field({})
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Int | None = None
     return_token_ids: bool = False
 
     @property
@@ -423,11 +503,11 @@ class Generation(SampledBody):
 
 
 class Message(Wire):
-    """A message of a conversation; one that calls tools needs no content."""
+    """A message of a conversation; an answer needs no content."""
 
     ignored = ignored_fields.MESSAGE_FIELDS
     role: Role
-    content: Annotated[str | None, plain(_content, str | list[dict[str, str]])] = None
+    content: Annotated[str | None, plain(_content, str | list[Object])] = None
     name: str | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -435,9 +515,19 @@ class Message(Wire):
     """another name of `reasoning_content`"""
     tool_calls: Annotated[Functions, AfterValidator(_parsed_calls)] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_refusal(cls, value: Any) -> Any:
+        """An assistant that refused has said so in `refusal`, in place of a content."""
+        if isinstance(value, dict) and value.get("role") == "assistant":
+            refusal = value.get("refusal")
+            if isinstance(refusal, str) and value.get("content") is None:
+                return {**value, "content": refusal, "refusal": None}
+        return value
+
     @model_validator(mode="after")
     def _check_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant" and not self.tool_calls:
             code = "missing_required_parameter"
             raise RequestError("content is required", param="content", code=code)
         return self
@@ -478,7 +568,18 @@ class Conversation(Body):
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
         """The tools that the model may call."""
-        return [] if self.tool_choice == "none" else self.tools
+        if self.tool_choice == "none":
+            return []
+        functions = [tool for _, tool in self.functions]
+        if isinstance(self.tool_choice, dict) and self.tool_choice.get("mode") == "auto":
+            names = self.tool_choice["names"]
+            return [tool for tool in functions if tool["function"]["name"] in names]
+        return functions
+
+    @property
+    def functions(self) -> list[tuple[int, dict[str, Any]]]:
+        """The tools that are functions, with their places in `tools`."""
+        return [(i, t) for i, t in enumerate(self.tools) if t.get("type", "function") == "function"]
 
 
 class TokenizeChatBody(Conversation):

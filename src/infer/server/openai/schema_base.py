@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     GetJsonSchemaHandler,
     PlainValidator,
@@ -65,20 +66,43 @@ def plain(check: Callable[..., Any], sent: Any) -> PlainValidator:
     return PlainValidator(check, json_schema_input_type=sent)
 
 
+def whole(value: Any) -> Any:
+    """A number without a fraction as an integer: JavaScript, R and Lua may write 8.0 for 8."""
+    if type(value) is float and value.is_integer() and abs(value) < 2.0**64:
+        return int(value)
+    return value
+
+
+def whole_list(value: Any) -> Any:
+    """The same for the members of a list."""
+    if isinstance(value, list) and float in set(map(type, value)):
+        return [whole(item) for item in value]
+    return value
+
+
+WHOLE = BeforeValidator(whole)
+"""after the limits of an integer field in its `Annotated`"""
+Int = Annotated[int, WHOLE]
+"""the type of an integer field"""
+
+
 class Wire(BaseModel):
-    """A request body with strict types and no unknown names, in which null means absent."""
+    """A request body with strict types, in which null means absent. Whoever reads it decides
+    whether unknown names are refused or left out; see `read`."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     ignored: ClassVar[ignored_fields.IgnoredValues] = {}
     """fields that are accepted with values that have no effect"""
     documented: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """JSON Schema of ranges that later code checks, by field, for the OpenAPI document"""
+    is_strict: ClassVar[bool] = False
+    """whether unknown names are refused in any case"""
 
     @model_validator(mode="before")
     @classmethod
     def _names(cls, value: Any, info: ValidationInfo) -> Any:
         """Drop nulls and fields without effect. Refuse unknown names; but if the context is a list,
-        add them to it."""
+        drop them, too, and note them there."""
         if not isinstance(value, dict):
             return value  # pydantic reports the error
         kept = {}
@@ -91,8 +115,11 @@ class Wire(BaseModel):
                 if info.context is None:
                     code = "unknown_parameter"
                     raise UnprocessableError(cls._unknown(name), param=name, code=code)
-                info.context.append(name)
+                ignored_fields.note(info.context, name)
             elif not ignored_fields.has_no_effect(member, cls.ignored[name]):
+                if info.context is not None and name in ignored_fields.HINTS:
+                    ignored_fields.note(info.context, name)
+                    continue
                 raise RequestError(
                     f"{name} is not supported with this value; leave it out or send"
                     f" {ignored_fields.shown(cls.ignored[name])}",
@@ -128,10 +155,11 @@ W = TypeVar("W", bound=Wire)
 def read(model: type[W], body: dict[str, Any], ignored: list[str] | None = None) -> W:
     """Check a body; raises `RequestError` (400) or `UnprocessableError` (422).
 
-    Unknown names are an error if `ignored` is None; otherwise they are added to that list.
+    Unknown names are an error if `ignored` is None or the model is strict; otherwise they are noted
+    in that list.
     """
     try:
-        return model.model_validate(body, context=ignored)
+        return model.model_validate(body, context=None if model.is_strict else ignored)
     except ValidationError as error:
         raise _explained(error.errors(include_url=False)[0]) from None
 

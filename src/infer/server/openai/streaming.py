@@ -2,9 +2,9 @@
 
 The engine's streams run before the status line is sent (so a full queue is still a 503) and are
 closed however the response ends (so a client's leaving aborts). An error after the first byte
-becomes the last event, without `[DONE]`. Starlette does not cancel a handler whose client has left,
-and uvicorn only tells those who ask; so every handler that waits for the engine does it inside
-`unless_gone`.
+becomes the last event, without `[DONE]`; but if only the session could not be written, the end of
+the stream follows. Starlette does not cancel a handler whose client has left, and uvicorn only
+tells those who ask; so every handler that waits for the engine does it inside `unless_gone`.
 """
 
 from __future__ import annotations
@@ -74,17 +74,27 @@ class EventStream(Response):
             await self._write(send, self._events.opening())
             works = all_of(self._follow(i, each, send) for i, each in enumerate(self._running))
             await beside(works, self._keep_alive(send))
-            if self._keep is not None:
-                await self._keep()
+            await self._keep_turn(send)
             await self._write(send, self._events.closing())
         except ClientGone:
             raise
         except Exception as error:
             if not isinstance(error, InferError):
                 log.exception("a stream failed")
-            line = bytes(describe(error).body).decode("ascii")
-            await self._write(send, [self._events.failure(line)])
+            await self._write(send, [self._failure(error)])
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_turn(self, send: Send) -> None:
+        """Keep the turn of a session. If that fails, the client gets an error, and then the end of
+        the stream as always: the answer is whole."""
+        if self._keep is not None:
+            try:
+                await self._keep()
+            except InferError as error:
+                await self._write(send, [self._failure(error)])
+
+    def _failure(self, error: Exception) -> bytes:
+        return self._events.failure(bytes(describe(error).body).decode("ascii"))
 
     async def _follow(self, index: int, stream: AsyncIterable[TextDelta], send: Send) -> None:
         async for delta in stream:

@@ -56,15 +56,18 @@ def check_stream_format(wire: Generation, logprobs: int | None, num_prompts: int
 
 
 def sampling_of(
-    wire: SampledBody, max_tokens: int | None, logprobs: int | None = None
+    engine: AsyncLLM, wire: SampledBody, max_tokens: int | None, logprobs: int | None = None
 ) -> SamplingParams:
     """The fields of `SamplingParams` have the same names on the wire, except for `max_tokens`,
-    `logprobs` and the grammar."""
+    `logprobs` and the grammar. Fields that the client leaves out are left to the checkpoint, as is
+    the limit of tokens where it has one."""
     own = {"max_tokens", "logprobs", "grammar"}
     names = {field.name for field in fields(SamplingParams)} & type(wire).model_fields.keys() - own
-    given = {name: getattr(wire, name) for name in names}
-    grammar = next(iter(wire.grammars.values()), None)
-    return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar)
+    given = {name: getattr(wire, name) for name in names & wire.model_fields_set}
+    if wire.sets_limit or engine.sampling_defaults.max_tokens is None:
+        given["max_tokens"] = max_tokens
+    grammar = wire.enforced.grammar
+    return SamplingParams(**given, logprobs=logprobs, grammar=grammar)
 
 
 def requests_of(
@@ -82,19 +85,18 @@ def requests_of(
     """`n` requests for each prompt, all with one sampling; see `InputProcessor.make_request`."""
     ids = (f"{answer_id}-{index}" for index in itertools.count())
     for prompt in prompts:
-        for i in range(n):
+        request = engine.make_request(
+            prompt,
+            checked,
+            request_id=next(ids),
+            priority=priority,
+            shown_token_ids=shown_token_ids,
+            thoughts=thoughts,
+            reuse_prefix=reuse_prefix,
+        )
+        yield request
+        for i in range(1, n):
             seed = checked.sampling.seed
-            if seed is not None:  # seed + i, within 64 signed bits
-                seed = (seed + i + 2**63) % 2**64 - 2**63
-            request = engine.make_request(
-                prompt,
-                checked,
-                request_id=next(ids),
-                priority=priority,
-                shown_token_ids=shown_token_ids,
-                seed=seed,
-                thoughts=thoughts,
-                reuse_prefix=reuse_prefix,
-            )
-            prompt = request.prompt_token_ids  # tokenized once
-            yield request
+            if seed is not None:  # a negative one would be none
+                seed = (seed + i) % 2**63
+            yield engine.another_choice(request, next(ids), seed)

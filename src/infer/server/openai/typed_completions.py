@@ -14,10 +14,11 @@ from typing import Annotated, Any
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import RequestError, UnprocessableError
 from infer.server.openai.answer_parts import TokenUsage
-from infer.server.openai.completions import is_ids
+from infer.server.openai.completions import as_ids
 from infer.server.openai.events import dump, event
 from infer.server.openai.generating_api import OnMessage, Part
-from infer.server.openai.schema import COUNT, RANGES, SampledBody
+from infer.server.openai.grammar_fields import warning_of
+from infer.server.openai.schema import RANGES, Limit, SampledBody, limit
 from infer.server.openai.schema_base import plain
 from infer.server.openai.to_engine import (
     Prompt,
@@ -27,36 +28,38 @@ from infer.server.openai.to_engine import (
     sampling_of,
 )
 from infer.server.openai.typed_events import TypedEvents
+from infer.text.untrusted.workers import Steps
 from infer.types import Request, RequestOutput, TextDelta
 
 
 def _prompt(value: Any) -> Prompt:
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and is_ids(value):
-        return tuple(value)
+    if (ids := as_ids(value)) is not None:
+        return ids
     raise RequestError("prompt must be a string or a list of token ids (integers)")
 
 
 class TypedCompletionBody(SampledBody):
     """`POST /v1/completions` of the typed API."""
 
+    is_strict = True
     always_streams = True
     unknown_model_status = 422
-    documented = RANGES | {"max_tokens": COUNT | {"minimum": 1}}
+    documented = RANGES | {"max_tokens": limit(1)}
 
     prompt: Annotated[Prompt, plain(_prompt, str | list[int])]
-    max_tokens: int = 128
+    max_tokens: Limit = 128
 
 
 class TypedCompletion:
     """`AnswerFormat` and `StreamFormat` of the typed API."""
 
     merges = False
-    warning = None
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, wire: TypedCompletionBody, requests: Sequence[Request]) -> None:
         """`requests`: the only one."""
+        self.warning = warning_of(wire.enforced.dropped)
         self._usage = TokenUsage(requests)
         self._events = TypedEvents(self._usage)
 
@@ -98,10 +101,11 @@ class TypedCompletionsApi:
 
     def make_requests(
         self, engine: AsyncLLM, wire: TypedCompletionBody, answer_id: str
-    ) -> list[Request]:
+    ) -> Steps[list[Request]]:
         try:
             with in_callers_names(grammar_name(wire)):
-                checked = engine.check_sampling(sampling_of(wire, wire.max_tokens))
+                sampling = sampling_of(engine, wire, wire.max_tokens)
+                checked = yield from engine.check_sampling(sampling)
                 requests = requests_of(
                     engine,
                     [wire.prompt],
@@ -125,4 +129,4 @@ class TypedCompletionsApi:
         answer_id: str,
         on_message: OnMessage | None = None,
     ) -> TypedCompletion:
-        return TypedCompletion(requests)
+        return TypedCompletion(wire, requests)

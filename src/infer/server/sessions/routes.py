@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
@@ -26,15 +26,16 @@ from starlette.routing import Route
 
 from infer.errors import ConfigError, UnprocessableError
 from infer.server.http.context import RequestContext
-from infer.server.http.error_responses import HttpError
+from infer.server.http.error_responses import IGNORED, HttpError
 from infer.server.offload import NUM_BYTES, Offload
 from infer.server.openai import schema_base
 from infer.server.openai.chat import unnumbered
+from infer.server.openai.content_parts import text_of
 from infer.server.openai.large_json import json_response
 from infer.server.openai.openapi import takes
 from infer.server.openai.schema import MAX_MESSAGES
 from infer.server.openai.schema import Message as WireMessage
-from infer.server.openai.schema_base import Wire
+from infer.server.openai.schema_base import WHOLE, Wire
 from infer.server.sessions import NO_SESSIONS
 from infer.server.sessions.database_threads import DatabaseError, DatabaseThreads
 from infer.server.sessions.leases import SessionLeases
@@ -58,7 +59,7 @@ class RenameBody(Wire):
 
 
 class ForkBody(Wire):
-    at: int | None = Field(None, ge=0)
+    at: Annotated[int, Field(ge=0), WHOLE] | None = None
 
 
 class SessionTurn:
@@ -90,19 +91,29 @@ class SessionTurn:
         self._lease = lease
         self._texts: list[str] = []
         self._calls: list[dict[str, Any]] = []
+        self._arguments: list[list[str]] = []
+        """the pieces of each call's arguments"""
 
     def add(self, new: dict[str, Any]) -> None:
         """Add a piece (OpenAI's delta) to the answer; see `GeneratingApi.make_answer`."""
         self._texts.append(new.get("content", ""))
-        self._calls += unnumbered(new.get("tool_calls", ()))
+        for piece in new.get("tool_calls", ()):
+            if "id" in piece:
+                self._calls += unnumbered([piece])
+                self._arguments.append([])
+            self._arguments[piece["index"]].append(piece["function"]["arguments"])
 
     async def keep(self) -> None:
         """Write the question and the answer so far to the session. Raises `HttpError` (409) if it
         has changed meanwhile, `DatabaseError` if it cannot be written."""
         text = "".join(self._texts)
-        whole = [call for call in self._calls if _is_whole(call)]
-        # An incomplete call would be invalid in a later request's history, so it is kept as text.
-        text += "".join(_as_text(call) for call in self._calls if call not in whole)
+        calls = [
+            {**call, "function": {**call["function"], "arguments": "".join(pieces)}}
+            for call, pieces in zip(self._calls, self._arguments, strict=True)
+        ]
+        whole = [call for call in calls if _is_whole(call)]
+        # Nobody can answer an incomplete call, so it is kept as text.
+        text += "".join(_as_text(call) for call in calls if call not in whole)
         asked = self._asked
         answer: Message = {"role": "assistant"}
         if self._begun is not None:
@@ -152,8 +163,9 @@ def _put_before(body: dict[str, Any], asked: list[Any], history: list[Message]) 
 
 
 def _text_of(message: Message) -> str:
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    """The text of a message that has been checked."""
+    content = message.get("content") or message.get("refusal") or ""
+    return text_of(content, message["role"], [])
 
 
 def default_url() -> str:
@@ -265,7 +277,7 @@ class SessionRoutes:
     async def _create(self, http: HttpRequest) -> Response:
         """Make a session: a conversation that the server stores."""
         body = await self._pool.read_object(http)
-        wire = await self._pool.run(http, schema_base.read, SessionBody, body)
+        wire = await self._pool.run(http, schema_base.read, SessionBody, body, http.scope[IGNORED])
         messages = body.get("messages") or []
         return await self._call(http, "create", wire.title, messages)
 
@@ -286,7 +298,7 @@ class SessionRoutes:
     @takes(RenameBody)
     async def _rename(self, http: HttpRequest) -> Response:
         """Change the title of a session."""
-        wire = schema_base.read(RenameBody, await self._pool.read_object(http))
+        wire = schema_base.read(RenameBody, await self._pool.read_object(http), http.scope[IGNORED])
         return await self._call(http, "rename", http.path_params["id"], wire.title)
 
     async def _delete(self, http: HttpRequest) -> Response:
@@ -297,7 +309,7 @@ class SessionRoutes:
     @takes(ForkBody, refuses=(429,))
     async def _fork(self, http: HttpRequest) -> Response:
         """Make a session that begins with the first `at` messages of this one."""
-        wire = schema_base.read(ForkBody, await self._pool.read_object(http))
+        wire = schema_base.read(ForkBody, await self._pool.read_object(http), http.scope[IGNORED])
         return await self._call(http, "fork", http.path_params["id"], wire.at)
 
     async def _call(self, http: HttpRequest, name: str, *arguments: Any) -> Response:

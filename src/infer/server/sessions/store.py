@@ -21,6 +21,7 @@ import sqlalchemy as sql
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from infer.errors import ConfigError, UnprocessableError
+from infer.extras import to_install
 from infer.server.http.error_responses import HttpError
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
@@ -119,7 +120,8 @@ class SessionStore:
             raise ConfigError(
                 "sessions",
                 f"{message}; give a URL like sqlite:///sessions.db or"
-                " postgresql+psycopg://user@host/name (needs the extra: infer[postgres])",
+                " postgresql+psycopg://user@host/name (needs the"
+                f" packages of an extra: {to_install('postgres')})",
             ) from None
 
     def create(

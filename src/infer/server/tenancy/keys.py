@@ -153,7 +153,7 @@ class Keys:
     def _read(self) -> None:
         try:
             status = os.stat(self._path)
-            entries = json.loads(self._path.read_text())["keys"]
+            entries = json.loads(self._path.read_text(encoding="utf-8-sig"))["keys"]
             keys = [_read_key(entry) for entry in entries]
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)

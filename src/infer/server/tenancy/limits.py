@@ -35,6 +35,9 @@ ADMIN_PATHS = frozenset({"/metrics", "/stats", "/v1/engine/comparisons"})
 """paths that need a key with the right `admin`"""
 CHARS_A_TOKEN = 4
 """characters per token at which text other than prompts is charged"""
+FREE_CPU_S, TOKENS_A_CPU_SECOND = 0.1, 1000
+"""CPU seconds of one job that cost nothing beyond its characters, and tokens at which each further
+second is charged"""
 MAX_MINUTES = 4
 """minutes of a key's tokens that one request may use; beyond one minute the bucket goes below 0"""
 
@@ -140,6 +143,14 @@ class Tenant:
         `CHARS_A_TOKEN`; raises `HttpError` (429). Nothing is given back later."""
         if amount := self._tokens_of_chars(num_chars):
             self._take("tokens", amount, context)
+
+    def charge_cpu(self, cpu_s: float) -> None:
+        """Charge CPU time of other processes (checking a grammar, rendering a chat) as tokens, at
+        `TOKENS_A_CPU_SECOND`, where it is more than usual. The bucket may go below 0: then the
+        key's next requests wait."""
+        bucket = self._buckets.get("tokens")
+        if bucket is not None and cpu_s > FREE_CPU_S:
+            bucket.take(min(math.ceil((cpu_s - FREE_CPU_S) * TOKENS_A_CPU_SECOND), bucket.size))
 
     def _tokens_of_chars(self, num_chars: int) -> int:
         most = self.key.limits.tokens_per_minute

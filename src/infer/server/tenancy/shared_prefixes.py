@@ -16,6 +16,7 @@ from pathlib import Path
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, RequestError
 from infer.server.tenancy.keys import Key
+from infer.text.untrusted.workers import run_steps
 from infer.types import Request
 
 
@@ -27,7 +28,11 @@ class PublicPrefixes:
         cannot be read."""
         self._beginnings: list[list[int]] = []
         try:
-            texts = [path.read_text() for path in Path(folder).glob("*.txt")] if folder else []
+            texts = (
+                [path.read_text(encoding="utf-8-sig") for path in Path(folder).glob("*.txt")]
+                if folder
+                else []
+            )
         except (OSError, ValueError) as error:
             raise ConfigError("public_prefixes", f"cannot be read ({error})") from None
         if folder and not texts:
@@ -37,7 +42,7 @@ class PublicPrefixes:
             with suppress(RequestError):  # not every model has a chat template or system messages
                 system = {"role": "system", "content": text}
                 chats = [[system, {"role": "user", "content": words}] for words in "ab"]
-                one, other = map(engine.render_chat, chats)
+                one, other = (run_steps(engine.render_chat(chat)) for chat in chats)
                 self._beginnings.append(one[: _num_shared(one, other)])
 
     def owned(self, requests: Sequence[Request], key: Key) -> list[Request]:

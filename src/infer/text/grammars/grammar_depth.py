@@ -52,25 +52,15 @@ def schema_depth(schema: Any) -> int:
     """
     if not isinstance(schema, dict | list):
         return 0
-    anchors: dict[str, Any] = {}
-    found: list[Any] = []
-    stack: list[Any] = [schema]
-    while stack:
-        node = stack.pop()
-        found.append(node)
-        children = node.values() if isinstance(node, dict) else node
-        stack += [child for child in children if isinstance(child, dict | list)]
-        if isinstance(node, dict):
-            for key in ("$anchor", "$dynamicAnchor", "$id", "id"):
-                if isinstance(name := node.get(key), str):
-                    anchors.setdefault(name.removesuffix("#"), node)
+    found = nodes_of(schema)
+    anchors = anchors_in(found)
 
     def next_of(node: Any) -> Iterable[Any]:
         values = node.values() if isinstance(node, dict) else node
         yield from (value for value in values if isinstance(value, dict | list))
         if isinstance(node, dict):
             for key in ("$ref", "$dynamicRef", "$recursiveRef"):
-                target = _target(schema, anchors, node.get(key))
+                target = target_of(schema, anchors, node.get(key))
                 if isinstance(target, dict | list):
                     yield target
 
@@ -82,7 +72,30 @@ def schema_depth(schema: Any) -> int:
     )
 
 
-def _target(schema: Any, anchors: Mapping[str, Any], reference: Any) -> Any:
+def nodes_of(schema: Any) -> list[Any]:
+    """All objects and lists in a schema, itself included."""
+    found: list[Any] = []
+    stack: list[Any] = [schema]
+    while stack:
+        node = stack.pop()
+        found.append(node)
+        children = node.values() if isinstance(node, dict) else node
+        stack += [child for child in children if isinstance(child, dict | list)]
+    return found
+
+
+def anchors_in(nodes: Iterable[Any]) -> dict[str, Any]:
+    """The objects that have a name for references, by that name."""
+    anchors: dict[str, Any] = {}
+    for node in nodes:
+        if isinstance(node, dict):
+            for key in ("$anchor", "$dynamicAnchor", "$id", "id"):
+                if isinstance(name := node.get(key), str):
+                    anchors.setdefault(name.removesuffix("#"), node)
+    return anchors
+
+
+def target_of(schema: Any, anchors: Mapping[str, Any], reference: Any) -> Any:
     """The target of a reference; None if it is not in this schema."""
     if not isinstance(reference, str):
         return None

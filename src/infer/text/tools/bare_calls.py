@@ -1,8 +1,10 @@
-"""`BareCalls`: reads an answer that consists of calls without a mark, in JSON or Python.
+"""Reading an answer that consists of calls without a mark, in JSON or Python.
 
 Only its beginning identifies such an answer, so the text is held back. It becomes content as soon
 as it cannot be calls of the request's tools: at another name, at another first member of an object,
-or at the end of a value that is not a call. No text is lost then.
+or at the end of a value that is not a call. No text is lost then. With the name of one of the tools
+and the beginning of its arguments it is a call, which `StreamedCalls` reads; `BareCalls` reads what
+begins in another way.
 """
 
 from __future__ import annotations
@@ -10,9 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from infer.text.tools.call import Block, ToolCall
+from infer.text.tools import python_calls
+from infer.text.tools.call import Block, Reading, ToolCall
 from infer.text.tools.json_calls import NOT_SPACE, BracketEnd, read_json
-from infer.text.tools.python_calls import NAME, read_python
+from infer.text.tools.python_calls import NAME, PythonText, read_python
+from infer.text.tools.streamed_calls import JSON_HEAD, StreamedCalls, Syntax, Tail
 
 FENCES = ("", "json", "python", "tool_code", "tool_call", "tool_calls")
 """Languages of a code block that may hold calls; they follow its three backticks."""
@@ -29,8 +33,45 @@ _FENCED = re.compile(r"```([a-z_]*)[ \t]*\n")
 _BEHIND = "{[;,`<"
 
 
+_FENCE = rf"```(?:{'|'.join(FENCES)})[ \t]*\n\s*"
+
+
+def _json_tail(head: re.Match[str]) -> Tail:
+    closing = "```" if head["fence"] else ""
+    return Tail(("}", "]", ",", ";"), closing, starts=("{", "["))
+
+
+def _python_tail(head: re.Match[str]) -> Tail:
+    letters = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_")
+    if head["fence"]:
+        return Tail((",", ";", "]"), "```", starts=letters)
+    if head["list"]:
+        return Tail((",",), "]", starts=letters)
+    return Tail((",", ";"), starts=letters)
+
+
+def _syntaxes(begin: str) -> tuple[Syntax, Syntax]:
+    """Calls in JSON and in Python; `begin`: pattern of what precedes the first Python call."""
+    pattern = rf"\s*(?P<fence>{_FENCE})?(?:\[\s*)?{JSON_HEAD}"
+    json = Syntax(re.compile(pattern), _json_tail, only_known=True)
+    pattern = rf"\s*{begin}{python_calls.HEAD}"
+    further = re.compile(rf"\s*{python_calls.HEAD}")
+    python = Syntax(re.compile(pattern), _python_tail, PythonText, only_known=True, further=further)
+    return json, python
+
+
+_MARKED = _syntaxes(rf"(?P<fence>{_FENCE})?(?P<list>\[\s*)?")
+_ALONE = _syntaxes(rf"(?=```|\[)(?P<fence>{_FENCE})?(?P<list>\[\s*)?")
+
+
+def bare_calls(names: Collection[str] | None, *, marked: bool = False) -> Reading:
+    """The parser of calls without a mark, or, if `marked`, up to the end of the answer."""
+    whole = BareCalls(names, marked=marked)
+    return StreamedCalls(_MARKED if marked else _ALONE, whole, names)
+
+
 class BareCalls:
-    """Reads a whole answer, or the text from a mark to the end of the answer."""
+    """Reads a whole answer, or the text from a mark to the end of the answer, at its end."""
 
     def __init__(self, names: Collection[str] | None, *, marked: bool = False) -> None:
         """`names`: names of the request's tools; None: any name is accepted.

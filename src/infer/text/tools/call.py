@@ -1,15 +1,19 @@
 """`ToolCall`: a call in an answer; `Block` and `Reading`: the protocol of parsers of calls.
 
 The modules `json_calls`, `python_calls`, `gemma_calls` and `named_calls` each know one syntax of
-calls. `formats` is the table of complete formats. `text.answer_parser` applies one of them to an
+calls, and `streamed_calls` returns their arguments while they are written. `formats` is the table
+of complete formats. `text.answer_parser` applies one of them to an
 answer.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class ToolCall(NamedTuple):
@@ -27,7 +31,11 @@ class Block(NamedTuple):
     size: int
     """Number of characters to which the decision applies."""
     calls: Sequence[ToolCall] | None
-    """Calls in these characters; None: they are content."""
+    """Calls that begin in these characters; None: they are content."""
+    more: str = ""
+    """Further arguments of the last call before these."""
+    is_open: bool = False
+    """Whether the calls go on behind these characters, from where the next text begins."""
 
 
 class Reading(Protocol):
@@ -36,7 +44,8 @@ class Reading(Protocol):
     def read(self, text: str, *, end: bool) -> Block | None:
         """The decision about `text`; None while further text could change it.
 
-        `text` is the whole text after the mark so far; it begins with the text of the last call.
+        `text` is the text so far after the mark or the last open `Block`; it begins with the text
+        that was not decided about.
         With `end` there is always a decision. It depends on the text alone and not on the pieces in
         which the text came.
         """
@@ -62,6 +71,8 @@ def made_call(name: Any, arguments: Any) -> ToolCall | None:
         return None
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        if _SURROGATE.search(text):  # no text: it stays the escape that it was
+            text = json.dumps(arguments, allow_nan=False)
         return ToolCall(name, text)
     except (TypeError, ValueError, RecursionError):  # for example, JSON has no infinities
         return None

@@ -32,10 +32,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from infer.text.tools import gemma_calls, named_calls
-from infer.text.tools.bare_calls import BareCalls
-from infer.text.tools.call import Block, Parse, Reading, ToolCall
+from infer.text.tools.bare_calls import bare_calls
+from infer.text.tools.call import Block, Parse, Reading, ToolCall, made_call
 from infer.text.tools.json_calls import BracketEnd, JsonList, in_json_string, read_json, write_json
 from infer.text.tools.python_calls import read_python, write_python
+from infer.text.tools.streamed_calls import (
+    JSON_LIST,
+    JSON_VALUE,
+    StreamedCalls,
+    Syntax,
+    Tail,
+    json_until,
+    read_block,
+)
 
 Names = Collection[str] | None
 """Names of the request's tools; None: any name is accepted."""
@@ -125,10 +134,28 @@ class Enclosed:
         return Block(size, calls)
 
 
-def _enclosed(opening: str, closing: str, parse: Parse, *, is_json: bool = True) -> Mapping[
-    str, Callable[[Names], Reading]
-]:  # fmt: skip
-    return {opening: lambda names: Enclosed(opening, closing, parse, is_json=is_json)}
+def _enclosed(
+    opening: str,
+    closing: str,
+    parse: Parse,
+    syntax: Syntax | None = None,
+    *,
+    is_json: bool = True,
+) -> Mapping[str, Callable[[Names], Reading]]:
+    """The parser of calls between marks. `syntax`: of the calls; None: JSON."""
+    known = [syntax or json_until(closing)]
+
+    def reading(names: Names) -> Reading:
+        return StreamedCalls(known, Enclosed(opening, closing, parse, is_json=is_json), names)
+
+    return {opening: reading}
+
+
+def _gemma(quote: str, closing: str) -> Syntax:
+    tail = Tail(closing=closing)
+    return Syntax(
+        gemma_calls.HEAD, lambda head: tail, lambda: gemma_calls.GemmaText(quote, closing)
+    )
 
 
 def _around(opening: str, closing: str) -> Callable[[Sequence[ToolCall]], str]:
@@ -140,7 +167,7 @@ def _list_in(opening: str, closing: str = "") -> Callable[[Sequence[ToolCall]], 
 
 
 _TAGGED: Mapping[str, Callable[[Names], Reading]] = {
-    "<|python_tag|>": lambda names: BareCalls(names, marked=True)
+    "<|python_tag|>": lambda names: bare_calls(names, marked=True)
 }
 
 HERMES = ToolFormat(
@@ -161,13 +188,22 @@ BARE = ToolFormat(
 PYTHONIC = ToolFormat("pythonic", _TAGGED, write_python, is_bare=True, own=read_python)
 MISTRAL = ToolFormat(
     "mistral",
-    {"[TOOL_CALLS]": lambda names: named_calls.MistralCalls()},
+    {
+        "[TOOL_CALLS]": lambda names: StreamedCalls(
+            [JSON_VALUE, named_calls.MISTRAL], named_calls.MistralCalls(), names
+        )
+    },
     named_calls.write_mistral,
     marks=("[ARGS]", "[CALL_ID]"),
 )
 DEEPSEEK = ToolFormat(
     "deepseek",
-    _enclosed("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", named_calls.parse_deepseek),
+    _enclosed(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        named_calls.parse_deepseek,
+        named_calls.DEEPSEEK,
+    ),
     named_calls.write_deepseek,
     marks=(
         "<｜tool▁calls▁end｜>",
@@ -190,18 +226,20 @@ APRIEL = ToolFormat(
 )
 FUNCTIONARY_31 = ToolFormat(
     "functionary-v3.1",
-    _enclosed("<function=", "</function>", named_calls.parse_function),
+    _enclosed("<function=", "</function>", named_calls.parse_function, named_calls.FUNCTION),
     named_calls.write_functions,
     marks=("</function>",),
 )
 FUNCTIONARY_32 = ToolFormat(
     "functionary-v3.2",
-    {">>>": lambda names: named_calls.Section()},
+    {">>>": lambda names: StreamedCalls([named_calls.SECTION], named_calls.Section(), names)},
     named_calls.write_sections,
     prompt_opens=">>>",
 )
 FUNCTOOLS = ToolFormat(
-    "functools", {"functools[": lambda names: JsonList("[")}, _list_in("functools")
+    "functools",
+    {"functools[": lambda names: StreamedCalls([JSON_LIST], JsonList("["), names)},
+    _list_in("functools"),
 )
 GEMMA = ToolFormat(
     "functiongemma",
@@ -209,6 +247,7 @@ GEMMA = ToolFormat(
         "<start_function_call>",
         "<end_function_call>",
         gemma_calls.gemma_parse("<escape>"),
+        _gemma("<escape>", "<end_function_call>"),
         is_json=False,
     ),
     lambda calls: "".join(
@@ -219,7 +258,13 @@ GEMMA = ToolFormat(
 )
 GEMMA4 = ToolFormat(
     "gemma4",
-    _enclosed("<|tool_call>", "<tool_call|>", gemma_calls.gemma_parse('<|"|>'), is_json=False),
+    _enclosed(
+        "<|tool_call>",
+        "<tool_call|>",
+        gemma_calls.gemma_parse('<|"|>'),
+        _gemma('<|"|>', "<tool_call|>"),
+        is_json=False,
+    ),
     lambda calls: "".join(
         f"<|tool_call>{call}<tool_call|>" for call in gemma_calls.write_gemma(calls, '<|"|>')
     ),
@@ -267,10 +312,10 @@ def _reads(way: ToolFormat, text: str, expected: list[ToolCall], head: str) -> b
         at, found = text.find(opening), list[ToolCall]()
         while at >= 0:
             at += len(opening)
-            block = reading(None).read(text[at:], end=True)
-            if block is None or block.calls is None:
+            block = read_block(reading(None), text[at:])
+            if block.calls is None:
                 break
-            found += block.calls
+            found += [made_call(*call) or call for call in block.calls]
             at = text.find(opening, at + block.size)
         if found == expected:
             return True

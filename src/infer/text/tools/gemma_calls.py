@@ -10,11 +10,110 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from infer.text.tools.argument_text import BROKEN, WHOLE, ArgumentPiece, in_json
 from infer.text.tools.call import Parse, ToolCall, arguments_of
-from infer.text.tools.json_calls import read_json
+from infer.text.tools.json_calls import NOT_SPACE, read_json
 
 _CALL = re.compile(r"\s*call:([^\s{}]+)(\{.*\})\s*", re.DOTALL)
 _KEY = re.compile(r'([{,]\s*)([A-Za-z_][^\s:{}\[\],"]*)\s*:')
+
+HEAD = re.compile(r'\s*call:(?P<name>[^\s{}<>]+)(?=\{\s*[}A-Za-z_"<])')
+"""Pattern of a call up to its arguments."""
+_NAME = re.compile(r'[^\s:{}\[\],"<]+')
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_MAX_WORD_CHARS = 512
+_PUNCTUATION = {"{": "{", "[": "[", "}": "}", "]": "]", ",": ", ", ":": ": "}
+
+
+class GemmaText:
+    """Reads arguments in this syntax up to their closing bracket; see `ArgumentText`.
+
+    A word without quotes that is no value of JSON is a string.
+    """
+
+    def __init__(self, quote: str, closing: str) -> None:
+        """`quote`: the mark before and after a string. `closing`: the mark after the call, which
+        ends a string too."""
+        self._quote = quote
+        self._closing = closing
+        self._depth = 0
+        self._inside = ""
+        """Quote of the string that is being read."""
+
+    def read(self, text: str, *, end: bool) -> ArgumentPiece:
+        """See `ArgumentText`."""
+        pieces, at = list[str](), 0
+        while True:
+            step = self._step(text, at, end)
+            if step is None:
+                return ArgumentPiece(len(text) if end else at, "".join(pieces))
+            at = step.size
+            pieces.append(step.json)
+            if step.state:
+                return ArgumentPiece(at, "".join(pieces), step.state)
+
+    def _step(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
+        """One token from `at`; its `size` is where it ends, its `state` is "" within arguments.
+        None: it is not complete."""
+        if self._inside:
+            return self._in_string(text, at, end)
+        found = NOT_SPACE.search(text, at)
+        if found is None:
+            return ArgumentPiece(len(text), "", "") if at < len(text) else None
+        at, char = found.start(), found[0]
+        if char in _PUNCTUATION:
+            self._depth += (char in "{[") - (char in "}]")
+            return ArgumentPiece(at + 1, _PUNCTUATION[char], "" if self._depth > 0 else WHOLE)
+        for quote in (self._quote, '"'):
+            if text.startswith(quote, at):
+                self._inside = quote
+                return ArgumentPiece(at + len(quote), '"', "")
+        if char == "<":
+            is_begun = self._quote.startswith(text[at:]) and not end
+            return None if is_begun else ArgumentPiece(at, "", BROKEN)
+        return self._word(text, at, end)
+
+    def _word(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
+        match = _NAME.match(text, at, at + _MAX_WORD_CHARS)
+        if match is None or match.end() == at + _MAX_WORD_CHARS:
+            return ArgumentPiece(at, "", BROKEN)
+        behind = NOT_SPACE.search(text, match.end(), match.end() + _MAX_WORD_CHARS)
+        if behind is None and len(text) - match.end() < _MAX_WORD_CHARS and not end:
+            return None
+        word, is_key = match[0], behind is not None and behind[0] == ":"
+        is_value = word in ("true", "false", "null") or _NUMBER.fullmatch(word)
+        is_text = is_key or not is_value
+        return ArgumentPiece(
+            match.end(), json.dumps(word, ensure_ascii=False) if is_text else word, ""
+        )
+
+    def _in_string(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
+        if self._inside == '"':
+            return self._in_json_string(text, at)
+        found = text.find("<", at)
+        if found != at:
+            found = len(text) if found < 0 else found
+            return ArgumentPiece(found, in_json(text[at:found]), "") if found > at else None
+        if text.startswith(self._quote, at):
+            self._inside = ""
+            return ArgumentPiece(at + len(self._quote), '"', "")
+        if text.startswith(self._closing, at):
+            return ArgumentPiece(at, "", BROKEN)
+        rest = text[at:]
+        if any(mark.startswith(rest) for mark in (self._quote, self._closing)):
+            return None
+        return ArgumentPiece(at + 1, "<", "")
+
+    def _in_json_string(self, text: str, at: int) -> ArgumentPiece | None:
+        found = next((i for i in range(at, len(text)) if text[i] in '"\\'), len(text))
+        if found > at:
+            return ArgumentPiece(found, text[at:found], "")
+        if at == len(text):
+            return None
+        if text[at] == '"':
+            self._inside = ""
+            return ArgumentPiece(at + 1, '"', "")
+        return ArgumentPiece(at + 2, text[at : at + 2], "") if at + 1 < len(text) else None
 
 
 def gemma_parse(quote: str) -> Parse:

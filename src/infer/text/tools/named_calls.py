@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from infer.text.tools.call import Block, ToolCall, made_call
 from infer.text.tools.json_calls import NOT_SPACE, BracketEnd, JsonList
+from infer.text.tools.streamed_calls import Syntax, Tail
 
 MAX_HEAD_CHARS = 512
 """Maximum length of the text before the arguments, in characters."""
@@ -24,6 +25,37 @@ _NAME = re.compile(r"[^\s<>{}]+")
 DEEPSEEK_MARKS = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 """DeepSeek's marks before a call, before its name and after the call."""
 _BEGIN, _SEP, _END = DEEPSEEK_MARKS
+_CLOSING = "<｜tool▁calls▁end｜>"
+
+_OBJECT = r'(?=\{\s*["}])'
+_OVER = Tail(is_over=True)
+MISTRAL = Syntax(
+    re.compile(
+        rf"\s*(?P<name>[^\s\[\]{{}}]+)\s*(?:\[CALL_ID\][^\[\]{{}}]*)?(?:\[ARGS\])?\s*{_OBJECT}"
+    ),
+    lambda head: _OVER,
+    max_head_chars=MAX_HEAD_CHARS,
+)
+"""Mistral's `name[ARGS]{…}`."""
+SECTION = Syntax(
+    re.compile(rf"(?!all[ \t\r]*\n)(?P<name>[^\s\[\]{{}}]+)[ \t\r]*\n\s*{_OBJECT}"),
+    lambda head: _OVER,
+    max_head_chars=MAX_HEAD_CHARS,
+)
+"""functionary's `>>>name`, a new line and an object."""
+FUNCTION = Syntax(
+    re.compile(rf"\s*(?P<name>[^\s<>{{}}]+)\s*>\s*{_OBJECT}"),
+    lambda head: Tail(closing="</function>"),
+)
+"""functionary's `<function=name>{…}</function>`."""
+
+DEEPSEEK = Syntax(
+    re.compile(
+        rf"\s*{_BEGIN}(?:[^<{{]*{_SEP})?\s*(?P<name>[^\s<>{{}}]+)\s*(?:```json|{_SEP})\s*{_OBJECT}"
+    ),
+    lambda head: Tail(("```", _END), _CLOSING, starts=(_BEGIN,)),
+)
+"""DeepSeek's calls, whose object is in a code block in older models."""
 
 
 class _HeadAndObject:
@@ -132,4 +164,4 @@ def write_deepseek(calls: Sequence[ToolCall]) -> str:
     written = [
         f"{_BEGIN}function{_SEP}{call.name}\n```json\n{call.arguments}\n```{_END}" for call in calls
     ]
-    return f"<｜tool▁calls▁begin｜>{chr(10).join(written)}<｜tool▁calls▁end｜>"
+    return f"<｜tool▁calls▁begin｜>{chr(10).join(written)}{_CLOSING}"

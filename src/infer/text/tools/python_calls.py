@@ -6,11 +6,13 @@ compiler may crash the process on deeply nested text, and models may generate an
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
 from typing import Any
 
+from infer.text.tools.argument_text import BROKEN, WHOLE, ArgumentPiece, in_json
 from infer.text.tools.call import ToolCall, arguments_of, made_call
 
 MAX_DEPTH = 64
@@ -31,6 +33,168 @@ _ESCAPED |= {"\n": "", "\\": "\\", "'": "'", '"': '"'}
 
 class _NoCallError(ValueError):
     """The text is not a call."""
+
+
+_VALUE = r"(?:[\"'\[({]|[-+]?\.?\d|(?:True|true|False|false|None|null)[\s,)])"
+HEAD = rf"(?P<name>(?!print\s*\(){NAME.pattern})\s*\((?=\s*(?:\)|[A-Za-z_]\w*\s*=\s*{_VALUE}))"
+"""Pattern of a call up to its arguments: nothing, or one that a literal may be."""
+_MAX_TOKEN_CHARS = 512
+_CLOSED_BY = {"call": ")", "(": ")", "[": "]", "{": "}"}
+_SIGNS = ("-", "+", ".", "-.", "+.")
+_KEY_BEGUN = re.compile(r"[A-Za-z_]\w*\s*=?")
+_IN_QUOTES = {quote: re.compile(rf"{quote}|\\") for quote in ('"""', "'''", '"', "'")}
+
+
+class PythonText:
+    """Reads keyword arguments up to the bracket that closes them; see `ArgumentText`."""
+
+    def __init__(self) -> None:
+        self._stack = list[str]()
+        """Brackets around this place; the first one of "(" is the call's."""
+        self._expects = "item"
+        """"item", "colon" (behind a dict's key), "value" (behind a key) or "comma"."""
+        self._is_first = True
+        """Whether nothing is in the innermost bracket yet."""
+        self._is_key = False
+        """Whether the string that is being read is a key of a dict."""
+        self._keys = set[str]()
+        self._quote = ""
+
+    def read(self, text: str, *, end: bool) -> ArgumentPiece:
+        """See `ArgumentText`. `text` begins behind the call's opening bracket."""
+        pieces, at = list[str](), 0
+        if not self._stack:
+            self._stack.append("call")
+            pieces.append("{")
+        while True:
+            step = self._step(text, at, end)
+            if step is None:
+                return ArgumentPiece(len(text) if end else at, "".join(pieces))
+            at = step.size
+            pieces.append(step.json)
+            if step.state:
+                return ArgumentPiece(at, "".join(pieces), step.state)
+
+    def _step(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
+        """One token from `at`; its `size` is where it ends, its `state` is "" within arguments.
+        None: it is not complete."""
+        if self._quote:
+            return self._in_string(text, at, end)
+        begin, at = at, _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        char, inner = text[at : at + 1], self._stack[-1]
+        if not char:
+            return ArgumentPiece(at, "", "") if at > begin else None
+        if self._expects in ("item", "comma") and char == _CLOSED_BY[inner]:
+            return self._close(at)
+        if self._expects in ("comma", "colon"):
+            mark, written = (",", "") if self._expects == "comma" else (":", ": ")
+            if char != mark:
+                return ArgumentPiece(at, "", BROKEN)
+            self._expects = "item" if mark == "," else "value"
+            return ArgumentPiece(at + 1, written, "")
+        if self._expects == "item" and inner == "call":
+            return self._keyword(text, at, end)
+        return self._value(text, at, end)
+
+    def _close(self, at: int) -> ArgumentPiece:
+        inner = self._stack.pop()
+        self._expects, self._is_first = "comma", False
+        closing = "}" if inner in ("call", "{") else "]"
+        return ArgumentPiece(at + 1, closing, "" if self._stack else WHOLE)
+
+    def _separator(self) -> str:
+        before = "" if self._is_first or self._expects == "value" else ", "
+        self._is_first = False
+        return before
+
+    def _keyword(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
+        rest = text[at : at + _MAX_TOKEN_CHARS]
+        begun = _KEY_BEGUN.fullmatch(rest)
+        if begun is not None and not end and len(rest) < _MAX_TOKEN_CHARS:
+            return None
+        key = _KEYWORD.match(text, at)
+        if key is None or key[1] in self._keys:
+            return ArgumentPiece(at, "", BROKEN)
+        self._keys.add(key[1])
+        written = f"{self._separator()}{json.dumps(key[1], ensure_ascii=False)}: "
+        self._expects = "value"
+        return ArgumentPiece(key.end(), written, "")
+
+    def _value(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
+        char, is_key = text[at], self._stack[-1] == "{" and self._expects == "item"
+        if char in "\"'":
+            return self._open_string(text, at, end, is_key=is_key)
+        if is_key:
+            return ArgumentPiece(at, "", BROKEN)
+        if char in "[({":
+            if len(self._stack) > MAX_DEPTH:
+                return ArgumentPiece(at, "", BROKEN)
+            before = self._separator()
+            self._stack.append(char)
+            self._expects, self._is_first = "item", True
+            return ArgumentPiece(at + 1, before + ("{" if char == "{" else "["), "")
+        return self._scalar(text, at, end)
+
+    def _scalar(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
+        match = _NUMBER.match(text, at) or _WORD.match(text, at)
+        if match is None and text[at:] in _SIGNS and not end:
+            return None
+        if match is None or match.end() - at > _MAX_TOKEN_CHARS:
+            return ArgumentPiece(at, "", BROKEN)
+        if not end and len(text) - match.end() < 3:  # 1.5e-3 could go on at each place
+            return None
+        written = _json_of(match[0])
+        if written is None:
+            return ArgumentPiece(at, "", BROKEN)
+        written = self._separator() + written
+        self._expects = "comma"
+        return ArgumentPiece(match.end(), written, "")
+
+    def _open_string(self, text: str, at: int, end: bool, *, is_key: bool) -> ArgumentPiece | None:
+        quote = text[at] * 3
+        if not text.startswith(quote, at):
+            if not end and quote.startswith(text[at:]):
+                return None  # it could be one of three quotes
+            quote = text[at]
+        self._quote, self._is_key = quote, is_key
+        return ArgumentPiece(at + len(quote), self._separator() + '"', "")
+
+    def _in_string(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
+        quote = self._quote
+        found = _IN_QUOTES[quote].search(text, at)
+        # Quotes at the end may be the first ones of three.
+        sure = len(text) if end or len(quote) == 1 else max(at, len(text) - 2)
+        stop = sure if found is None else found.start()
+        if stop > at:
+            return ArgumentPiece(stop, in_json(text[at:stop]), "")
+        if found is None:
+            return None
+        if found[0] == quote:
+            self._quote = ""
+            self._expects = "colon" if self._is_key else "comma"
+            return ArgumentPiece(found.end(), '"', "")
+        if len(text) - at < 10 and not end:
+            return None
+        match = _ESCAPE.match(text, at)
+        try:
+            written = None if match is None else in_json(_unescaped(match[1]))
+        except (ValueError, OverflowError):
+            written = None
+        if match is None or written is None:
+            return None if end else ArgumentPiece(at, "", BROKEN)
+        return ArgumentPiece(match.end(), written, "")
+
+
+def _json_of(token: str) -> str | None:
+    """A word or number of Python as JSON; None if it is no literal."""
+    if token in _WORDS:
+        return json.dumps(_WORDS[token])
+    digits = token.replace("_", "")
+    try:
+        number = float(digits) if set(digits) & set(".eE") else int(digits)
+    except ValueError:
+        return None
+    return json.dumps(number) if math.isfinite(number) else None
 
 
 def read_python(text: str, *, alone: bool = False) -> list[ToolCall] | None:

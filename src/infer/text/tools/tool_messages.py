@@ -3,12 +3,14 @@
 OpenAI's API has one form of calls and results; `Abilities` says how a template differs from it.
 Data that the template does not render become text that it renders: calls are written into the
 content, results become user messages, and tools become an instruction to the model. Nothing is left
-out. A message that the template supports is not changed.
+out. A message that the template supports is not changed. Whatever a chat has answered can be a
+message: an answer without text, and a call whose arguments were cut off and are not JSON.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,10 @@ from infer.text.tools.formats import GENERIC, ToolFormat
 
 Message = dict[str, Any]
 """Message of a chat, as in OpenAI's API."""
+MAX_ARGUMENTS_DEPTH = 64
+"""Maximum nesting of a call's arguments that a template gets as an object; deeper ones are text."""
+_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _EXAMPLE = ToolCall("NAME", '{"ARGUMENT": "VALUE"}')
 _INSTRUCTION = """\
 You can call these functions, each described by a JSON object:
@@ -42,7 +48,9 @@ def adapted(
     values and are not changed.
     """
     way = way or GENERIC
-    turns = _with_names(messages)
+    takes_broken = abilities.calls is not None and abilities.calls.takes_broken
+    turns = [_with_text(turn, abilities.no_text) for turn in _with_names(messages)]
+    turns = [_with_readable_calls(turn, takes_broken=takes_broken) for turn in turns]
     if abilities.calls is None:
         turns = [_with_written_calls(turn, way) for turn in turns]
     else:
@@ -100,9 +108,73 @@ def _with_names(messages: Sequence[Message]) -> list[Message]:
     return turns
 
 
+def _with_text(turn: Message, no_text: str) -> Message:
+    """The message; an answer that has neither text nor calls gets `no_text` as its content."""
+    if turn.get("role") != "assistant" or _calls_of(turn):
+        return turn
+    content = turn.get("content")
+    if content in (None, "", []) or (isinstance(content, str) and no_text and not content.strip()):
+        return {**turn, "content": no_text}
+    return turn
+
+
+def _with_readable_calls(turn: Message, *, takes_broken: bool) -> Message:
+    """The message, in which arguments are an object, or text that the template shows.
+
+    Arguments that are not an object become `{}` and their text follows the content, unless
+    `takes_broken`: then they stay, as text.
+    """
+    calls, beside = [], list[str]()
+    for call in _calls_of(turn):
+        function = call["function"]
+        given = function.get("arguments")
+        if given is None or (isinstance(given, str) and given.strip() in ("", "null")):
+            given = {}
+        elif _decoded(call) is None:
+            given = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+            if not takes_broken:
+                beside.append(given)
+                given = {}
+        calls.append({**call, "function": {**function, "arguments": given}})
+    if not calls:
+        return turn
+    turn = {**turn, "tool_calls": calls}
+    if not beside:
+        return turn
+    content, text = turn.get("content"), "\n".join(beside)
+    if isinstance(content, list):
+        return {**turn, "content": [*content, {"type": "text", "text": text}]}
+    return {**turn, "content": f"{content}\n{text}" if content else text}
+
+
 def _decoded(call: Message) -> ToolCall | None:
+    """The call with its arguments as JSON text; None if they are not an object."""
     function = call["function"]
-    return made_call(function.get("name"), function.get("arguments") or {})
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str) and _depth(arguments) > MAX_ARGUMENTS_DEPTH:
+        return None
+    made = made_call(function.get("name"), arguments)
+    if made is None:
+        return None
+    # A prompt is text, and half of a pair of surrogates is none.
+    return made._replace(arguments=_without_surrogates(made.arguments))
+
+
+def _without_surrogates(arguments: str) -> str:
+    if "\\u" not in arguments:
+        return arguments
+    text = json.dumps(json.loads(arguments), ensure_ascii=False)
+    return _LONE_SURROGATE.sub("\ufffd", text)
+
+
+def _depth(text: str) -> int:
+    """The nesting of brackets in a text of JSON, without those in strings."""
+    depth = deepest = 0
+    if text.count("{") + text.count("[") > MAX_ARGUMENTS_DEPTH:
+        for char in _STRINGS.sub("", text):
+            depth += (char in "{[") - (char in "}]")
+            deepest = max(deepest, depth)
+    return deepest
 
 
 def _with_written_calls(turn: Message, way: ToolFormat) -> Message:

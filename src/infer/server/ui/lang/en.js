@@ -191,6 +191,7 @@ export default {
   "server.away": "The server cannot be reached",
   "server.waits": "The page tries again every two seconds.",
   "settings.default": "Server's default",
+  "settings.default-from": "Default {value}, from {source}",
   "settings.default-is": "Default {value}",
   "settings.extra": "Further fields of the request",
   "settings.extra-hint": "A JSON object, for example {\"logit_bias\": {\"40\": 2}}",

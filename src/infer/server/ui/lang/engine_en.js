@@ -48,6 +48,7 @@ export default {
   "engine.connecting": "Connecting to the engine …",
   "engine.end.failed": "The server could not go on with the stream; its log says why.",
   "engine.end.key_revoked": "This key was revoked.",
+  "engine.end.replaced": "Another viewer got this one's place: too many watch this engine.",
   "engine.end.shutting_down": "The server is shutting down.",
   "engine.file-large": "This file is larger than 64 MiB.",
   "engine.file-wrong": "This file has no recording of an engine, or it is damaged. A recording is saved here or by infer bench offline --record.",

@@ -48,6 +48,7 @@ export default {
   "engine.connecting": "正在连接引擎…",
   "engine.end.failed": "服务器无法继续发送数据流，原因见其日志。",
   "engine.end.key_revoked": "此密钥已被吊销。",
+  "engine.end.replaced": "观看此引擎的人过多，此处的名额已让给另一位。",
   "engine.end.shutting_down": "服务器正在关闭。",
   "engine.file-large": "此文件超过 64 MiB。",
   "engine.file-wrong": "此文件不是引擎录制，或已损坏。录制可在此保存，或由 infer bench offline --record 生成。",

@@ -191,6 +191,7 @@ export default {
   "server.away": "无法连接服务器",
   "server.waits": "页面每两秒重试一次。",
   "settings.default": "服务器默认",
+  "settings.default-from": "默认 {value}，来自 {source}",
   "settings.default-is": "默认 {value}",
   "settings.extra": "请求的其他字段",
   "settings.extra-hint": "JSON 对象，例如 {\"logit_bias\": {\"40\": 2}}",

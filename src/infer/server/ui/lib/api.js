@@ -144,12 +144,13 @@ export async function* events(response, signal) {
 class Server extends EventTarget {
   constructor() {
     super();
-    /** @type {Array<{id: string, max_model_len: number | null, status?: string}>} */
+    /** @type {Array<{id: string, max_model_len: number | null, status?: string, reason?: string | null,
+     *   sampling_defaults?: Record<string, any> | null}>} */
     this.models = [];
     /** @type {ApiError | null} */
     this.error = null;
-    /** @type {Record<string, any>} */
-    this.fields = {};
+    /** @type {Map<string, Record<string, any>>} */
+    this._fields = new Map();
     this.model = recall("model", "");
     this.isKnown = false;
     /** @type {ReturnType<typeof setTimeout> | undefined} */
@@ -175,7 +176,8 @@ class Server extends EventTarget {
     try {
       this.models = (await askJson("/v1/models")).data;
       this.error = null;
-      if (!Object.keys(this.fields).length) void this._readFields();
+      for (const [model, fields] of this._fields) if (!Object.keys(fields).length) this._fields.delete(model);
+      if (this.current) this.fieldsOf(this.current.id);
     } catch (error) {
       this.error = error instanceof ApiError ? error : new ApiError("failed", String(error));
     }
@@ -187,10 +189,22 @@ class Server extends EventTarget {
     this.dispatchEvent(new Event("change"));
   }
 
-  /** The document is long, so nothing waits for it: only the settings show it. */
-  async _readFields() {
+  /** The fields of a chat's body, as the OpenAPI document of a model has them; another model's, with the
+   * same limits, until they are known. The document is long, so nothing waits for it: only the
+   * settings show it. @param {string} id @returns {Record<string, any>} */
+  fieldsOf(id) {
+    const model = this.models.find((each) => each.id === id);
+    if (model && (model.status ?? "loaded") === "loaded" && !this._fields.has(id)) void this._readFields(id);
+    const known = [this._fields.get(id) ?? {}, ...this._fields.values()];
+    return known.find((fields) => Object.keys(fields).length) ?? {};
+  }
+
+  /** @param {string} id */
+  async _readFields(id) {
+    this._fields.set(id, {});
     try {
-      this.fields = (await askJson("/openapi.json")).components.schemas.ChatBody.properties;
+      const found = await askJson(`/openapi.json?model=${encodeURIComponent(id)}`);
+      this._fields.set(id, found.components.schemas.ChatBody.properties);
       this.dispatchEvent(new Event("change"));
     } catch {
       // The next refresh tries again; until then the server alone checks the settings.

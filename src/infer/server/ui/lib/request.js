@@ -6,13 +6,16 @@ import { server } from "./api.js";
 /** @typedef {import("./records.js").Conversation} Conversation */
 /** @typedef {import("./records.js").Message} Message */
 /** @typedef {{kind: "number" | "integer" | "boolean" | "choice" | "lines", default: any,
- *   min?: number, max?: number, isAbove?: boolean, zero?: boolean, values?: string[]}} Field */
+ *   source?: string, min?: number, max?: number, isAbove?: boolean, zero?: boolean, values?: string[]}} Field */
 
 /** Sampling settings, in the order in which they are shown. Their limits are the server's. */
 export const SAMPLING = [
   "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "presence_penalty",
   "frequency_penalty", "repetition_penalty", "min_tokens", "stop", "reasoning_effort", "ignore_eos",
 ];
+
+/** The most stop strings of a request. */
+const MAX_STOPS = 16;
 
 /** Sampling settings by name, for readers who do not want to choose numbers. */
 export const PRESETS = {
@@ -22,11 +25,13 @@ export const PRESETS = {
   free: { temperature: 1.1, top_p: 0.98, min_p: 0.05 },
 };
 
-/** What the server's OpenAPI document says of a field; null where it has none.
- * @param {string} name @returns {Field | null} */
-export function fieldOf(name) {
-  const schema = server.fields[name];
+/** What the server's OpenAPI document says of a field; null where it has none. `source`: what names
+ * the default, if the model has one of its own.
+ * @param {string} name @param {string} model @returns {Field | null} */
+export function fieldOf(name, model) {
+  const schema = server.fieldsOf(model)[name];
   if (!schema) return null;
+  const own = server.models.find((each) => each.id === model)?.sampling_defaults;
   /** @type {Record<string, any>} */
   const found = {};
   /** @param {any} part */
@@ -39,11 +44,12 @@ export function fieldOf(name) {
   };
   walk(schema);
   const low = found.minimum ?? found.exclusiveMinimum;
+  const source = own?.[name] === undefined ? undefined : own.source;
   const limits = {
-    default: found.default ?? null, min: low, max: found.maximum,
+    default: own === null ? null : own?.[name] ?? found.default ?? null, source, min: low, max: found.maximum,
     isAbove: found.minimum === undefined && found.exclusiveMinimum !== undefined, zero: Boolean(found.zero),
   };
-  if (name === "stop") return { kind: "lines", default: [], max: 4 };
+  if (name === "stop") return { kind: "lines", default: own?.stop ?? [], source, max: MAX_STOPS };
   if (found.enum) return { kind: "choice", values: found.enum, default: found.default ?? null };
   if (found.type === "boolean") return { kind: "boolean", default: Boolean(found.default) };
   return { kind: found.type === "integer" ? "integer" : "number", ...limits };
@@ -53,7 +59,7 @@ export function fieldOf(name) {
  * @param {Field} field @param {any} value */
 export function faultOf(field, value) {
   if (value === null || value === undefined || value === "") return "";
-  if (field.kind === "lines") return value.length > (field.max ?? 4) ? "fault.many" : "";
+  if (field.kind === "lines") return value.length > (field.max ?? MAX_STOPS) ? "fault.many" : "";
   if (field.kind !== "number" && field.kind !== "integer") return "";
   if (typeof value !== "number" || !Number.isFinite(value)) return "fault.number";
   if (field.kind === "integer" && !Number.isInteger(value)) return "fault.integer";
@@ -82,9 +88,10 @@ export function modelOf(conversation) {
 export function samplingOf(conversation) {
   /** @type {Record<string, any>} */
   const body = {};
+  const model = modelOf(conversation);
   for (const name of SAMPLING) {
     const value = conversation.sampling[name];
-    const field = fieldOf(name);
+    const field = fieldOf(name, model);
     if (value !== undefined && value !== null && value !== "" && !(field && faultOf(field, value))) {
       if (!(Array.isArray(value) && !value.length)) body[name] = value;
     }
@@ -99,8 +106,8 @@ export function isWhole(call) {
   return value !== null && typeof value === "object" && !Array.isArray(value);
 }
 
-/** Messages of a path as the API has them. A call that was cut goes as text: the server would refuse
- * its arguments. @param {Message[]} path */
+/** Messages of a path as the API has them. A call that was cut goes as text: nobody
+ * has answered it. @param {Message[]} path */
 export function messagesOf(path) {
   return path.map((message) => {
     /** @type {Record<string, any>} */
@@ -146,7 +153,8 @@ export function streaming(isStreamed) {
  * @param {Conversation} conversation @param {number[]} ids @param {string} model
  * @param {number} numMade tokens that count towards the most that an answer may have */
 export function completionBody(conversation, ids, model, numMade) {
-  const { max_tokens: most, reasoning_effort: _, ...sampling } = samplingOf(conversation);
+  const { max_tokens: chosen, reasoning_effort: _, ...sampling } = samplingOf(conversation);
+  const most = chosen ?? fieldOf("max_tokens", model)?.default;
   const room = server.models.find((each) => each.id === model)?.max_model_len ?? ids.length + 256;
   const left = Math.max(1, room - ids.length);
   return { model, prompt: ids, ...sampling, max_tokens: Math.max(1, Math.min(most ? most - numMade : left, left)) };

@@ -164,12 +164,12 @@ class InferApp extends PageElement {
     }
     if (error) return html`<span class="bad small">${t("server.away")}</span>`;
     if (!models.length) return html`<span class="quiet small">…</span>`;
-    /** @param {{id: string, status?: string}} each */
+    /** @param {{id: string, status?: string, reason?: string | null}} each */
     const label = (each) => (each.status && each.status !== "loaded" ? `${each.id} · ${t(`model.${each.status}`)}` : each.id);
-    if (models.length === 1) return html`<span class="quiet small clip">${label(models[0])}</span>`;
-    return html`<select aria-label=${t("model.choose")}
+    if (models.length === 1) return html`<span class="quiet small clip" title=${models[0].reason ?? nothing}>${label(models[0])}</span>`;
+    return html`<select aria-label=${t("model.choose")} title=${server.current?.reason ?? nothing}
       @change=${(/** @type {Event} */ event) => server.choose(/** @type {HTMLSelectElement} */ (event.target).value)}>
-      ${models.map((each) => html`<option value=${each.id} ?selected=${each.id === server.current?.id}>${label(each)}</option>`)}
+      ${models.map((each) => html`<option value=${each.id} title=${each.reason ?? nothing} ?selected=${each.id === server.current?.id}>${label(each)}</option>`)}
     </select>`;
   }
 

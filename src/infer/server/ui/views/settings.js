@@ -5,7 +5,7 @@ import { server } from "../lib/api.js";
 import { chats } from "../lib/chats.js";
 import { number, t } from "../lib/i18n.js";
 import { keep, recall } from "../lib/local.js";
-import { PRESETS, SAMPLING, faultOf, fieldOf, parsed } from "../lib/request.js";
+import { PRESETS, SAMPLING, faultOf, fieldOf, modelOf, parsed } from "../lib/request.js";
 import { PageDialog } from "./dialog.js";
 import "./transfer.js";
 
@@ -98,7 +98,7 @@ class SettingsDialog extends PageDialog {
 
   /** @param {string} name */
   _field(name) {
-    const field = fieldOf(name);
+    const field = fieldOf(name, modelOf(this.conversation));
     if (!field) return nothing;
     const value = this.conversation.sampling[name];
     const fault = faultOf(field, value);
@@ -114,13 +114,14 @@ class SettingsDialog extends PageDialog {
         ${(field.values ?? []).map((each) => html`<option value=${each} ?selected=${each === value}>${each}</option>`)}</select></label>`;
     }
     if (field.kind === "lines") {
-      return html`<label class="field wide">${label}<textarea id=${id} rows="2" aria-invalid=${Boolean(fault)} .value=${live((value ?? []).join("\n"))}
+      return html`<label class="field wide">${label}<textarea id=${id} rows="2" aria-invalid=${Boolean(fault)} placeholder=${field.default.join("\n")} .value=${live((value ?? []).join("\n"))}
         @change=${(/** @type {Event} */ event) => this._set(name, textOf(event).split("\n").filter(Boolean))}></textarea>
-        <span class="hint">${t("settings.lines", { n: field.max ?? 4 })}</span>${fault ? html`<span class="fault-text">${t(fault, { n: field.max ?? 4 })}</span>` : nothing}</label>`;
+        <span class="hint">${t("settings.lines", { n: field.max ?? 0 })}${field.source ? ` · ${t("settings.default-from", { value: field.default.join(", "), source: field.source })}` : nothing}</span>${fault ? html`<span class="fault-text">${t(fault, { n: field.max ?? 0 })}</span>` : nothing}</label>`;
     }
     const range = t(field.zero ? "settings.range-or-zero" : field.isAbove ? "settings.range-above" : "settings.range", { min: number(field.min ?? 0, { maximumFractionDigits: 3 }), max: number(field.max ?? 0) });
     const isOpen = field.max === undefined || field.max > 2 ** 30;
-    const hint = field.default === null ? t("settings.no-default") : t("settings.default-is", { value: number(field.default, { maximumFractionDigits: 3 }) });
+    const shown = field.default === null ? "" : number(field.default, { maximumFractionDigits: 3 });
+    const hint = !shown ? t("settings.no-default") : field.source ? t("settings.default-from", { value: shown, source: field.source }) : t("settings.default-is", { value: shown });
     return html`<label class="field">${label}
       <input id=${id} type="text" inputmode="decimal" autocomplete="off" aria-invalid=${Boolean(fault)} aria-describedby=${`${id}-hint`}
         placeholder=${field.default ?? ""} .value=${live(value === undefined ? "" : String(value))}

@@ -1,7 +1,7 @@
-"""Trying a tokenizer's regular expressions on short texts, in a process with a time limit.
+"""Trying a tokenizer's regular expressions on short texts, in a process that may die of it.
 
 A regular expression of a `tokenizer.json` may take unlimited time for a few hundred characters, in
-native code that cannot be interrupted. `try_patterns` starts a process that encodes such texts with
+native code that cannot be interrupted. `try_patterns` has such texts encoded by a process with
 limited CPU time. The patterns of published model families are known and not tried.
 `engine.build.checkpoint` calls it before any other text is encoded.
 """
@@ -9,13 +9,13 @@ limited CPU time. The patterns of published model families are known and not tri
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
+from typing import Any
 
-from infer.errors import LoadError
+from infer.errors import LoadError, OverloadedError
 from infer.text.gguf_vocab import PATTERNS
+from infer.text.untrusted.workers import UntrustedWorkers
 
 LOADING_S, TRIAL_S = 20, 3
 """Maximum CPU time in seconds: for reading the tokenizer, and for all texts together.
@@ -30,21 +30,15 @@ def try_patterns(tokenizer_json: str) -> None:
     """Raise `LoadError` if the patterns of a `tokenizer.json` take too long for short texts."""
     if all(_known(found) for found in _PATTERN.findall(tokenizer_json)):
         return
+    workers = UntrustedWorkers("pattern", lambda: tokenizer_json, 1, prepare_cpu_s=LOADING_S)
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "infer.text.trial"],
-            input=tokenizer_json.encode("utf-8", "surrogatepass"),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            timeout=_MAX_WAIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        pass
-    else:
-        if done.returncode == 0:
+        answer = workers.submit(workers.job(None, TRIAL_S, _MAX_WAIT_S)).result()
+        if not answer.death:
             return
+    except OverloadedError:
+        pass  # it has died of reading the tokenizer
+    finally:
+        workers.close()
     raise LoadError("tokenizer.json cannot be used: its patterns take too long for short texts")
 
 
@@ -55,20 +49,18 @@ def _known(pattern: str) -> bool:
         return False
 
 
-def main() -> None:
-    """Encode the texts; a signal or the library's own limit ends the process after too long."""
-    import resource
-
+def prepare(tokenizer_json: str) -> tuple[bool, Callable[[Any], bool]]:
+    """(True, the work for `text.untrusted.worker`) for a tokenizer."""
     import tokenizers
 
-    resource.setrlimit(resource.RLIMIT_CPU, (LOADING_S, LOADING_S + 1))
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(sys.stdin.buffer.read().decode())
-    except Exception:
-        return  # `Tokenizer` will report what is wrong with the file
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    limit = int(used.ru_utime + used.ru_stime) + TRIAL_S
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, LOADING_S + 1))
+        tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
+    except Exception:  # `Tokenizer` will report what is wrong with the file
+        return True, lambda _: True
+    return True, lambda _: _encode_texts(tokenizer)
+
+
+def _encode_texts(tokenizer: Any) -> bool:
     chars = "aA1 .é中\n\t_-'"
     for char in chars:
         for end in ("", "!", "\0", "a1"):
@@ -76,7 +68,4 @@ def main() -> None:
     for one in chars:
         for other in chars:
             tokenizer.encode((one + other) * 100 + "\0")
-
-
-if __name__ == "__main__":
-    main()
+    return True

@@ -1,0 +1,74 @@
+"""`cost_of`, `trade_of`: what the number formats of weights cost and gain, as measured
+
+Random weights, of which the tables of speed are made, have no outliers and hide the cost. So it is
+measured with published models, and said where a format is chosen: by `infer plan`, `infer doctor`,
+the log at the start and docs/performance.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MODELS = ("SmolLM2-135M", "Gemma 3 270M")
+"""the published models whose perplexity on 800 tokens was measured"""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A number format of the weights."""
+
+    name: str
+    perplexities: tuple[float, ...]
+    """of the first ones of `MODELS`"""
+    rises: tuple[float, ...] = ()
+    """by which fraction each perplexity is above that of float32; none where it is less than 1 %"""
+    speed: tuple[float, float] | None = None
+    """least and most of how many times as fast as bfloat16 it is on a Xeon with AMX, in the loads
+    and models of docs/performance.md; None for the formats that others are compared with"""
+
+
+FORMATS = (
+    Measured("float32", (53.5, 46.0)),
+    Measured("bfloat16", (53.5, 46.1)),
+    Measured("blocks of a GGUF file", (53.8, 46.0)),
+    Measured("int8", (55.9, 47.4), (0.045, 0.031), (1.4, 2.0)),
+    Measured("int4", (81.6,), (0.52,), (1.7, 2.9)),
+)
+"""All that was measured; the first one is the truth."""
+
+
+def cost_of(weight_format: str) -> str:
+    """What a format costs, such as "perplexity +52 % (SmolLM2-135M)"; "" if that is under 1 %."""
+    for each in FORMATS:
+        if each.name == weight_format and each.rises:
+            rises = zip(each.rises, MODELS, strict=False)
+            return f"perplexity {', '.join(f'{_percent(rise)} ({name})' for rise, name in rises)}"
+    return ""
+
+
+def trade_of(weight_format: str) -> str:
+    """What a format gains and what it costs, in a line; "" if it costs nothing."""
+    for each in FORMATS:
+        if each.name == weight_format and each.speed:
+            least, most = each.speed
+            return (
+                f"{least:g} to {most:g} times as fast as bfloat16 (Xeon with AMX), and less exact:"
+                f" {cost_of(weight_format)}"
+            )
+    return ""
+
+
+def table() -> str:
+    """All that was measured, as a table in Markdown."""
+    lines = [f"| weights | {' | '.join(MODELS)} |", "|---|" + "---|" * len(MODELS)]
+    for each in FORMATS:
+        cells = [f"{value:.1f}" for value in each.perplexities]
+        for i, rise in enumerate(each.rises):
+            cells[i] += f" ({_percent(rise)})"
+        cells += ["—"] * (len(MODELS) - len(cells))
+        lines.append(f"| {each.name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _percent(rise: float) -> str:
+    return f"+{100 * rise:.2g} %"

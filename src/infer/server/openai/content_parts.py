@@ -1,0 +1,71 @@
+"""Content parts: the text of a content, which is a string or a list of parts
+
+OpenAI's text parts have `type` and `text`. Clients add members of their own to them (marks for a
+cache, annotations, ids) and send parts of newer kinds that are text all the same. Members without a
+meaning here are left out and noted, or refused by a strict server, as unknown fields are. Parts
+that are no text are refused; only the thoughts of an assistant may be left out, since templates
+leave those of earlier turns out, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from infer.errors import RequestError, UnprocessableError
+from infer.server.http.json_body import MAX_NAME_CHARS
+from infer.server.openai.ignored_fields import note
+
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text"}
+"""kind of a part → the member that has its text; the last two are OpenAI's newer names"""
+_SAID = {"refusal": "refusal"}
+"""further kinds that an assistant's message may have"""
+_THOUGHTS = frozenset(("thinking", "redacted_thinking", "reasoning"))
+"""kinds of an assistant's parts that hold what it thought"""
+
+
+def text_of(content: Any, role: str | None = None, noted: list[str] | None = None) -> str:
+    """The texts of all parts, or of a string, as one. `role`: that of the message. Raises
+    `RequestError` for what is neither, for parts of other kinds, and (422) for further members if
+    `noted` is None; otherwise their names are noted in that list."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise RequestError("content must be a string or a list of text parts")
+    texts = _TEXTS | _SAID if role == "assistant" else _TEXTS
+    return "".join(_text(part, texts, role, noted) for part in content)
+
+
+def _text(
+    part: dict[str, Any], texts: dict[str, str], role: str | None, noted: list[str] | None
+) -> str:
+    kind = part.get("type")
+    member = texts.get(kind) if isinstance(kind, str) else None
+    if member is None:
+        if noted is not None and role == "assistant" and kind in _THOUGHTS:
+            note(noted, kind)
+            return ""
+        shown = repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
+        raise RequestError(
+            f"content has a part with {shown}; only parts of the type 'text' are supported",
+            code="unsupported_content_part",
+        )
+    text = part.get(member)
+    if not isinstance(text, str):
+        words = f"{{'type': '{kind}', '{member}': string}}"
+        raise RequestError(f"a text part of content must be {words}")
+    if len(part) > 2:
+        leave_out(part, {"type", member}, "a text part", noted)
+    return text
+
+
+def leave_out(fields: dict[str, Any], known: set[str], owner: str, noted: list[str] | None) -> None:
+    """Note the names of `fields` beyond those that are known. Raises `UnprocessableError` if
+    `noted` is None. `owner`: what the fields belong to, for the message. Null is absent."""
+    for name, value in fields.items():
+        if name in known or value is None:
+            continue
+        if noted is None:
+            short = name[:MAX_NAME_CHARS]
+            message = f"{owner} has no field {short!r}; known are {', '.join(sorted(known))}"
+            raise UnprocessableError(message, param=short, code="unknown_parameter")
+        note(noted, name)

@@ -1,0 +1,297 @@
+"""`relaxed`: a JSON schema without what the compiler of grammars cannot enforce.
+
+Callers pass on schemas that they have not written. llguidance refuses a whole schema for one
+keyword, format or expression that it does not know. A schema only forbids, so without a keyword it
+allows more, and whatever is left is still enforced. `relaxed` drops such keywords and says which.
+
+Everything that could turn this around is dropped as a whole, with the schemas inside it: `not`,
+`if`, `contains`, `propertyNames`, `dependentSchemas`. `oneOf` is compiled as `anyOf`. Without one
+of its `patternProperties` a schema would allow less if `additionalProperties` restricted those
+properties, so that is dropped with it. Only schemas that take part are looked at: those inside
+`$defs` if a `$ref` leads to them. The work is linear in the schema's size and does not recurse.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from infer.text.grammars.grammar_depth import anchors_in, nodes_of, target_of
+from infer.text.grammars.patterns import is_enforceable
+
+FORMATS = frozenset(
+    ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid",
+     "unknown")
+)  # fmt: skip
+"""Formats of strings that are enforced."""
+DROPPED: Mapping[str, Callable[[Any], bool]] = {
+    "$dynamicRef": lambda value: False,
+    "$recursiveRef": lambda value: False,
+    "$recursiveAnchor": lambda value: True,
+    "contains": lambda value: False,
+    "dependencies": lambda value: not value,
+    "dependentRequired": lambda value: not value,
+    "dependentSchemas": lambda value: not value,
+    "else": lambda value: value in (True, {}),
+    "if": lambda value: True,
+    "maxContains": lambda value: True,
+    "minContains": lambda value: True,
+    "not": lambda value: value is False,
+    "propertyNames": lambda value: value in (True, {}),
+    "then": lambda value: value in (True, {}),
+    "unevaluatedItems": lambda value: value in (True, {}),
+    "unevaluatedProperties": lambda value: value in (True, {}),
+    "uniqueItems": lambda value: value is not True,
+}
+"""Keywords that are dropped, each with whether a value forbids nothing by itself."""
+_TYPES = frozenset(("array", "boolean", "integer", "null", "number", "object", "string"))
+_DIALECTS = frozenset(
+    ("http://json-schema.org/draft-04/schema", "http://json-schema.org/draft-06/schema",
+     "http://json-schema.org/draft-07/schema", "https://json-schema.org/draft/2019-09/schema",
+     "https://json-schema.org/draft/2020-12/schema")
+)  # fmt: skip
+_URI = re.compile(r"[A-Za-z][\w+.-]*:[^\s<>{}|\\^`]*|[^\s:<>{}|\\^`]*", re.ASCII)
+_ANYTHING = frozenset(("", "^", "$", ".*", "^.*", ".*$", "^.*$", ".+", "^.+", ".+$", "^.+$"))
+_PREFIX = re.compile(r"\^[\w-]+")
+_SCHEMA_MAPS = ("properties", "patternProperties")
+_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SCHEMAS = ("additionalProperties", "additionalItems", "items")
+_JOINING = ("allOf", "anyOf", "oneOf", "$ref")
+_COUNTS = (
+    "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
+)  # fmt: skip
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_MAX_REPEATED = 100_000
+"""Largest `maxLength` that is enforced."""
+MAX_NAMED = 1000
+"""Maximum number of dropped keywords that are returned."""
+_MAX_SHOWN_CHARS = 64
+
+_Path = tuple[Any, Any] | None
+"""(path of the parent, key or index); None: the schema itself."""
+
+
+class DroppedKeywords(NamedTuple):
+    """A keyword that is not enforced."""
+
+    path: str
+    """Where its schema is, from the whole schema: "" or `.properties.v.items`."""
+    keyword: str
+    """The keyword, and its value if that is short: `format 'path'`."""
+
+
+class Relaxed(NamedTuple):
+    """A schema without what cannot be enforced."""
+
+    schema: Any
+    """The schema; the given one itself if nothing had to be changed."""
+    dropped: tuple[DroppedKeywords, ...]
+    """What it has lost, up to `MAX_NAMED`."""
+
+
+def relaxed(schema: Any) -> Relaxed:
+    """The schema, and what had to be dropped; see the module's docstring. Nothing is raised.
+
+    A schema that is nested too deeply is returned as it is: others refuse it.
+    """
+    if not isinstance(schema, dict):
+        return Relaxed(schema, ())
+    try:
+        work = _Relaxing(json.loads(json.dumps(schema)))
+    except (ValueError, TypeError, RecursionError):
+        return Relaxed(schema, ())
+    work.run()
+    return Relaxed(work.root if work.has_changed else schema, tuple(work.dropped))
+
+
+class _Relaxing:
+    """Changes one schema, which is a copy."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self.root = root
+        self.dropped: list[DroppedKeywords] = []
+        self.has_changed = False
+        nodes = nodes_of(root)
+        self._anchors = anchors_in(nodes)
+        self._has_references = any("$ref" in node for node in nodes if isinstance(node, dict))
+        self._stack: list[tuple[dict[str, Any], _Path, bool]] = [(root, None, False)]
+        self._references: list[tuple[dict[str, Any], _Path]] = []
+
+    def run(self) -> None:
+        seen = set[int]()
+        while self._stack:
+            node, path, is_joined = self._stack.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            self._drop_unknown(node, path)
+            self._drop_malformed(node, path)
+            self._relax_properties(node, path, is_joined)
+            self._relax_identity(node, path)
+            self._visit_inside(node, path)
+        for node, path in self._references:  # their targets may have been dropped meanwhile
+            if self._target(node) is None:
+                self._drop(node, path, "$ref")
+
+    def _drop(
+        self, node: dict[str, Any], path: _Path, name: str, *, silently: bool = False
+    ) -> None:
+        value = node.pop(name)
+        self.has_changed = True
+        if not silently:
+            self._name(path, name, value)
+
+    def _name(self, path: _Path, keyword: str, value: Any) -> None:
+        self.has_changed = True
+        if len(self.dropped) < MAX_NAMED:
+            if isinstance(value, str):
+                keyword = f"{keyword} {value[:_MAX_SHOWN_CHARS]!r}"
+            self.dropped.append(DroppedKeywords(_spelled(path), keyword))
+
+    def _drop_unknown(self, node: dict[str, Any], path: _Path) -> None:
+        if "if" in node and node.keys() & {"then", "else"}:
+            self._drop(node, path, "if")
+        for name in [name for name in node if name in DROPPED]:
+            self._drop(node, path, name, silently=DROPPED[name](node[name]))
+        kind = node.get("format")
+        if "format" in node and (not isinstance(kind, str) or kind not in FORMATS):
+            types = node.get("type", "string")
+            if not isinstance(kind, str) or types == "string" or "string" in types:
+                self._drop(node, path, "format")
+        pattern = node.get("pattern")
+        if "pattern" in node and not (isinstance(pattern, str) and is_enforceable(pattern)):
+            self._drop(node, path, "pattern")
+
+    def _drop_malformed(self, node: dict[str, Any], path: _Path) -> None:
+        """Drop keywords whose values no draft of JSON Schema allows."""
+        for name in _COUNTS:
+            value = node.get(name)
+            if isinstance(value, float) and value.is_integer():
+                node[name] = value = int(value)
+                self.has_changed = True
+            is_count = type(value) is int and value >= 0
+            if is_count and name == "maxLength":
+                is_count = node[name] <= _MAX_REPEATED
+            if name in node and not is_count:
+                self._drop(node, path, name)
+        for name in _BOUNDS:
+            is_number = isinstance(node.get(name), int | float)  # draft 4: true beside a bound
+            if name in node and (not is_number or (name == "multipleOf" and not node[name])):
+                self._drop(node, path, name)
+        types = node.get("type", "string")
+        names = types if isinstance(types, list) else [types]
+        if not names or not all(isinstance(name, str) and name in _TYPES for name in names):
+            self._drop(node, path, "type")
+        for name in ("enum", "required", *_SCHEMA_LISTS):
+            is_empty = name in ("anyOf", "oneOf") and node.get(name) == []
+            if name in node and (is_empty or not isinstance(node[name], list)):
+                self._drop(node, path, name)
+        if not all(isinstance(name, str) for name in node.get("required", ())):
+            self._drop(node, path, "required")
+        for name in _SCHEMA_MAPS:
+            if name in node and not isinstance(node[name], dict):
+                self._drop(node, path, name)
+        for name in _SCHEMAS:
+            is_schema = isinstance(node.get(name), dict | bool)
+            is_tuple = name == "items" and isinstance(node.get(name), list)
+            if name in node and not is_schema and not is_tuple:
+                self._drop(node, path, name)
+
+    def _relax_properties(self, node: dict[str, Any], path: _Path, is_joined: bool) -> None:
+        patterns = node.get("patternProperties", {})
+        refused = [pattern for pattern in patterns if not is_enforceable(pattern)]
+        for pattern in refused:
+            del patterns[pattern]
+            self._name(path, "patternProperties", pattern)
+        overlap = _overlap(list(patterns))
+        if overlap:  # llguidance takes disjoint expressions only
+            self._drop(node, path, "patternProperties")
+        if (refused or overlap) and node.get("additionalProperties", True) not in (True, {}):
+            self._drop(node, path, "additionalProperties")
+        # llguidance counts properties only where none of those that it knows is optional.
+        if is_joined or self._has_references or any(name in node for name in _JOINING):
+            is_countable = False
+        else:
+            is_countable = node.get("properties", {}).keys() <= set(node.get("required", ()))
+        if not is_countable:
+            for name in ("minProperties", "maxProperties"):
+                if name in node:
+                    self._drop(
+                        node, path, name, silently=name == "minProperties" and not node[name]
+                    )
+
+    def _relax_identity(self, node: dict[str, Any], path: _Path) -> None:
+        """Names of schemas and references to them."""
+        dialect = node.get("$schema")
+        if isinstance(dialect, str) and dialect.removesuffix("#") not in _DIALECTS:
+            self._drop(node, path, "$schema", silently=True)
+        for name in ("$id", "id"):
+            if isinstance(node.get(name), str) and not _URI.fullmatch(node[name]):
+                self._drop(node, path, name, silently=True)
+        if "$dynamicAnchor" in node:  # an anchor too, for a `$ref`
+            anchor = node.pop("$dynamicAnchor")
+            node.setdefault("$anchor", anchor)
+            self.has_changed = True
+        if "$ref" not in node:
+            return
+        target = self._target(node)
+        if target is None:
+            self._drop(node, path, "$ref")
+        else:
+            self._references.append((node, path))
+            if isinstance(target, dict):
+                self._stack.append((target, _path_of(node["$ref"]), True))
+
+    def _target(self, node: dict[str, Any]) -> Any:
+        """The schema that a `$ref` means; None if it is not in this schema."""
+        target = target_of(self.root, self._anchors, node["$ref"])
+        return target if isinstance(target, dict | bool) else None
+
+    def _visit_inside(self, node: dict[str, Any], path: _Path) -> None:
+        for name in (*_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS):
+            inside: Any = node.get(name)
+            if name in _SCHEMAS and not isinstance(inside, list):
+                if isinstance(inside, dict):
+                    self._stack.append((inside, (path, name), False))
+                continue
+            members = inside.items() if isinstance(inside, dict) else enumerate(inside or ())
+            for key, member in list(members):
+                where = ((path, name), key)
+                if isinstance(member, dict):
+                    self._stack.append((member, where, name in _JOINING))
+                elif not isinstance(member, bool):
+                    inside[key] = True
+                    self._name(where, "schema", member)
+
+
+def _overlap(patterns: list[str]) -> bool:
+    """Whether a name can match two of the expressions, as far as that can be seen."""
+    if len(patterns) < 2:
+        return False
+    if any(pattern in _ANYTHING for pattern in patterns):
+        return True
+    open_ends = [pattern for pattern in patterns if "$" not in pattern and "\\z" not in pattern]
+    if any("^" not in pattern and "\\A" not in pattern for pattern in open_ends):
+        return len(open_ends) > 1
+    # Sorted, a prefix comes directly before a longer one or before another that has it too.
+    prefixes = sorted(pattern for pattern in open_ends if _PREFIX.fullmatch(pattern))
+    return any(after.startswith(before) for before, after in itertools.pairwise(prefixes))
+
+
+def _path_of(reference: str) -> _Path:
+    path: _Path = None
+    for part in reference.lstrip("#").split("/"):
+        path = (path, part) if part else path
+    return path
+
+
+def _spelled(path: _Path) -> str:
+    steps: list[str] = []
+    while path is not None:
+        path, key = path
+        short = str(key)[:_MAX_SHOWN_CHARS]
+        steps.append(f"[{key}]" if isinstance(key, int) else f".{short}")
+    return "".join(reversed(steps))

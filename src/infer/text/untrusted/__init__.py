@@ -1,0 +1,1 @@
+"""Texts of strangers: templates, grammars and patterns, in processes that may die of them."""

@@ -1,0 +1,160 @@
+"""Every family and shape through what serves: the native stack and attention, in each format.
+
+`test_parity` compares the reference attention and the decoders' own loops with transformers. Here
+the same checkpoints are computed as the engine computes them, in float32, bfloat16, int8, int4 and
+the blocks of a GGUF file, and the loop with SDPA beside them. The truth is float32 with the same
+weights: all of them are numbers of bfloat16, and the quantized ones are those of a float32 model
+with the same quantization. What serves may be a little farther from it than the loop is, because
+both round to bfloat16 at other places. The cases are made from the registry and `model_shapes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import pytest
+import torch
+
+from infer.errors import LoadError
+from infer.kernels.layer_stack import LayerStack
+from infer.kernels.linear import native_obstacle
+from infer.models.gguf_file import ARCHITECTURES as IN_GGUF_FILES
+from infer.models.registry import ARCHITECTURES
+from tests.support.checkpoints import FAMILIES, architecture_of, make_model, write_checkpoint
+from tests.support.gguf_files import write, write_gpt2
+from tests.support.model_shapes import SHAPES
+from tests.support.parity import WAYS, Bench
+
+TOLERANCE = 2e-4
+"""Maximum difference of logits in float32, relative to their scale."""
+LARGEST = 0.25
+"""Maximum difference in any format; a tolerance that is derived must not grow beyond it."""
+PAGE = 16
+CASES = [(family, name) for family, shapes in SHAPES.items() for name in shapes]
+SERVING_WAYS = [
+    way if way in ("mixed batch", "decode") else pytest.param(way, marks=pytest.mark.slow)
+    for way in WAYS
+]
+STACKED = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose layers were computed by the native stack before there was this test."""
+
+
+class Pair(NamedTuple):
+    """A checkpoint and transformers' model of the same weights."""
+
+    family: str
+    path: Path
+    theirs: Any
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    family, name = request.param
+    folder = tmp_path_factory.mktemp("model")
+    theirs = write_checkpoint(folder, family, rounded=True, **SHAPES[family][name])
+    return Pair(family, folder, theirs)
+
+
+@pytest.fixture
+def stacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of each call of a native stack."""
+    calls: list[int] = []
+    apply = LayerStack.__call__
+
+    def counted(self: LayerStack, attention: int, caches: Any, x: Any, angles: Any) -> Any:
+        calls.append(len(x))
+        return apply(self, attention, caches, x, angles)
+
+    monkeypatch.setattr(LayerStack, "__call__", counted)
+    return calls
+
+
+def compare(way: str, truth: Any, make: Callable[..., Bench], stacked: list[int]) -> None:
+    """What serves is about as near to the truth as the loop with SDPA is."""
+    ours = WAYS[way](make(attention="auto"), truth)
+    num_calls = len(stacked)
+    loop = WAYS[way](make(), truth)
+    assert len(stacked) == num_calls, "SDPA was given a stack"
+    assert loop <= LARGEST
+    assert ours <= 2 * loop + TOLERANCE, (ours, loop)
+
+
+def test_every_row_of_the_registry_has_a_shape() -> None:
+    rows = {id(ARCHITECTURES[architecture_of(family)]) for family in FAMILIES}
+    for name, row in ARCHITECTURES.items():
+        assert id(row) in rows, f"{name} ({row.family}) has no row in tests/support/checkpoints.py"
+    assert SHAPES.keys() == FAMILIES.keys()
+    assert all(SHAPES.values())
+
+
+@pytest.mark.parametrize("way", SERVING_WAYS)
+def test_float32(pair: Pair, way: str) -> None:
+    assert WAYS[way](Bench(pair.path, PAGE, attention="auto"), pair.theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize("way", SERVING_WAYS)
+def test_bfloat16(pair: Pair, way: str, stacked: list[int]) -> None:
+    def make(**settings: Any) -> Bench:
+        return Bench(pair.path, PAGE, torch.bfloat16, **settings)
+
+    compare(way, pair.theirs, make, stacked)
+    assert bool(stacked) >= (pair.family in STACKED and native_obstacle() is None)
+
+
+@pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", SERVING_WAYS)
+def test_quantized(pair: Pair, quantization: str, way: str, stacked: list[int]) -> None:
+    def make(**settings: Any) -> Bench:
+        return Bench(pair.path, PAGE, torch.bfloat16, quantization=quantization, **settings)
+
+    compare(way, Bench(pair.path, PAGE, quantization=quantization), make, stacked)
+    assert bool(stacked) >= (pair.family in STACKED and native_obstacle() is None)
+
+
+IN_GGUF = {"gemma3": {"query_pre_attn_scalar": 24}}
+"""What a family's files cannot say otherwise: Gemma's divisor is the size of a head."""
+INNER = {"intermediate_size": 128}
+"""Inner sizes that are whole blocks."""
+
+
+def written(folder: Path, family: str, shape: dict[str, Any]) -> Pair | None:
+    """A GGUF file of a family's shape; None if such a file cannot say it."""
+    arch = {name: arch for arch, name in IN_GGUF_FILES.items()}[architecture_of(family)]
+    shape = {key: value for key, value in shape.items() if key != "shard_bytes"}
+    if family == "gpt2":
+        theirs = make_model(family, **shape)
+        return Pair(family, folder, write_gpt2(folder, theirs, gguf.GGMLQuantizationType.Q8_0))
+    theirs = make_model(family, **{**INNER, **shape, **IN_GGUF.get(family, {})})
+    try:
+        write(folder, arch, theirs, gguf.GGMLQuantizationType.Q8_0)
+        as_read = Bench(folder, PAGE)
+    except (LoadError, AssertionError, KeyError):
+        return None
+    says_it = WAYS["prefill"](as_read, theirs) <= TOLERANCE
+    return Pair(family, folder, theirs) if says_it else None
+
+
+@pytest.mark.skipif(native_obstacle() is not None, reason=str(native_obstacle()))
+@pytest.mark.parametrize(
+    "family", [name for name in FAMILIES if architecture_of(name) in IN_GGUF_FILES.values()]
+)
+def test_blocks_of_a_file(family: str, tmp_path: Path, stacked: list[int]) -> None:
+    num_files = 0
+    for index, shape in enumerate(SHAPES[family].values()):
+        found = written(tmp_path / f"{index}.gguf", family, shape)
+        if found is None:
+            continue
+        num_files += 1
+
+        def make(path: Path = found.path, **settings: Any) -> Bench:
+            return Bench(path, PAGE, torch.bfloat16, **settings)
+
+        stacked.clear()
+        for way in ("mixed batch", "decode"):
+            compare(way, found.theirs, make, stacked)
+        assert bool(stacked) >= (family in STACKED)
+    assert num_files >= math.ceil(len(SHAPES[family]) / 3)

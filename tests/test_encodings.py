@@ -1,0 +1,204 @@
+"""Text has an encoding wherever it is read or written, and the command runs in any locale."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+
+from infer.models.hub import SHIPPED_FOLDER
+from infer.readable_text import readable
+
+ROOT = Path(__file__).parents[1]
+PLACES = ("src", "tests", "benchmarks", "examples", "training", "setup.py")
+MODES = {"open": 1, ".open": 0, "os.fdopen": 1, "tempfile.NamedTemporaryFile": 0}
+"""what opens a file, with the place of the mode among its arguments"""
+OTHERS = ("os.open", "batches.open", "person.open", "reader.open", "self.open")
+"""what is called so and is something else"""
+RUNS = ("run", "Popen", "check_output", "check_call", "call")
+ASCII = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+WARNED = """
+import importlib, pkgutil, warnings
+warnings.filterwarnings("error", category=EncodingWarning, module=r"infer(\\.|$)")
+import infer
+for found in pkgutil.walk_packages(infer.__path__, "infer."):
+    if found.name.endswith("__main__"):
+        continue
+    try:
+        importlib.import_module(found.name)
+    except ImportError:
+        continue  # a library that only some machines have; the kernels, which are no module
+from infer.cli.main import main
+for arguments in (["doctor"], ["plan"], ["models"], ["generate", "Once", "--max-tokens", "2"]):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        assert not end.code, (arguments, end.code)
+"""
+
+
+def _of_the_locale(call: ast.Call) -> bool:
+    """Whether a call reads or writes text and does not name its encoding."""
+    function, keywords = ast.unparse(call.func), {k.arg: k.value for k in call.keywords}
+    name = function.rpartition(".")[2]
+    if "encoding" in keywords or function.endswith(OTHERS):
+        return False
+    if name in RUNS:
+        return "text" in keywords or "universal_newlines" in keywords
+    if function.endswith((".read_text", ".write_text")):
+        return len(call.args) <= (name == "write_text")
+    key = function if function in MODES else f".{name}" if "." in function else None
+    if key not in MODES:
+        return False
+    mode = keywords.get("mode", (*call.args, None, None)[MODES[key]])
+    return mode is None or (isinstance(mode, ast.Constant) and "b" not in str(mode.value))
+
+
+def _sources() -> list[Path]:
+    places = [ROOT / place for place in PLACES]
+    return [file for each in places for file in ([each] if each.is_file() else each.rglob("*.py"))]
+
+
+def test_text_is_read_and_written_in_an_encoding() -> None:
+    calls = [
+        f"{file.relative_to(ROOT)}:{call.lineno}: {ast.unparse(call)[:80]}"
+        for file in _sources()
+        for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and _of_the_locale(call)
+    ]
+    assert not calls, "\n".join(calls)
+
+
+@pytest.mark.parametrize(
+    ("source", "is_bad"),
+    [
+        ("open('a')", True),
+        ("open('a', 'rb')", False),
+        ("path.open('w')", True),
+        ("path.open()", True),
+        ("path.open('xb')", False),
+        ("(a / b).read_text()", True),
+        ("(a / b).read_text('utf-8')", False),
+        ("path.write_text(text)", True),
+        ("os.fdopen(os.open(a, b), 'w')", True),
+        ("os.fdopen(1, 'rb')", False),
+        ("os.open(path, os.O_RDONLY)", False),
+        ("subprocess.run(a, text=True)", True),
+        ("subprocess.run(a)", False),
+        ("read_text(path, 5)", False),
+    ],
+)
+def test_the_rule_finds_what_it_is_to_find(source: str, is_bad: bool) -> None:
+    [call] = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Call)][:1]
+    assert _of_the_locale(call) is is_bad
+
+
+def test_nothing_that_runs_uses_the_locales_encoding() -> None:
+    """All modules, and four commands; the interpreter itself says where an encoding is missing."""
+    command = [sys.executable, "-X", "warn_default_encoding", "-c", WARNED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, encoding="utf-8")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("m\udcc3\udcb6del", "mödel"),
+        ("mödel", "mödel"),
+        ("m\udcf6del", "m\ufffddel"),
+        ("\ud83d\ude00", "😀"),
+        ("a\ud83d", "a\ufffd"),
+    ],
+)
+def test_readable_text_is_valid(text: str, found: str) -> None:
+    assert readable(text) == found
+    assert readable(found) == found
+
+
+def _gbk(folder: Path) -> dict[str, str]:
+    """The environment of a GBK locale that is made here."""
+    if shutil.which("localedef") is None or not Path("/usr/share/i18n/charmaps/GBK.gz").exists():
+        pytest.skip("localedef or its map of GBK is not installed: no GBK locale can be made")
+    target = folder / "zh_CN.GBK"
+    done = subprocess.run(["localedef", "-i", "zh_CN", "-f", "GBK", target], capture_output=True)
+    if not target.exists():
+        pytest.skip(f"localedef cannot make a GBK locale: {done.stderr.decode(errors='replace')}")
+    return {"LOCPATH": str(folder), "LC_ALL": "zh_CN.GBK", "PYTHONUTF8": "0"}
+
+
+def _model(folder: Path, name: bytes) -> bytes:
+    """The path of the demo model under another name."""
+    path = os.fsencode(folder) + b"/" + name
+    os.mkdir(path)
+    for file in SHIPPED_FOLDER.iterdir():
+        os.symlink(os.fsencode(file), path + b"/" + os.fsencode(file.name))
+    return path
+
+
+def _served(arguments: list[bytes], locale: dict[str, str], log: Path) -> tuple[bytes, int]:
+    """The first line of `infer serve` in a locale, and the exit code after SIGTERM."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("LANG", "PYTHONUTF8")}
+    command: list[str | bytes] = [sys.executable, "-m", "infer", "serve", "--port", "0"]
+    command += ["--no-standby", *arguments]
+    with (
+        log.open("wb") as errors,
+        subprocess.Popen(
+            command, env={**environment, **locale}, stdout=subprocess.PIPE, stderr=errors
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            if port := re.search(rb":(\d+) ", line):
+                with urlopen(f"http://127.0.0.1:{int(port[1])}/v1/models") as answer:
+                    line += answer.read()
+                process.send_signal(signal.SIGTERM)
+            return line, process.wait(60)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("locale", ["ASCII", "GBK"])
+@pytest.mark.parametrize("name", ["mödel".encode(), b"m\xf6del"], ids=["utf-8", "latin-1"])
+def test_it_serves_in_any_locale(tmp_path: Path, locale: str, name: bytes) -> None:
+    environment = ASCII if locale == "ASCII" else _gbk(tmp_path)
+    log = tmp_path / "log"
+    line, code = _served([_model(tmp_path, name)], environment, log)
+    assert b"Traceback" not in log.read_bytes(), log.read_bytes()
+    if name == b"m\xf6del":  # which the library of the weights refuses
+        assert (line, code, b"rename the folder" in log.read_bytes()) == (b"", 2, True)
+        return
+    assert (b"infer serves" in line, code) == (True, 0), (line, log.read_bytes())
+    if locale == "ASCII":
+        assert '"mödel"' in line.decode()
+
+
+@pytest.mark.parametrize("locale", ["ASCII", "GBK"])
+def test_every_text_is_printed_in_any_locale(tmp_path: Path, locale: str) -> None:
+    environment = {**os.environ, **(ASCII if locale == "ASCII" else _gbk(tmp_path))}
+    missing = os.fsencode(tmp_path) + "/nö→😀.gguf".encode()
+    keys = os.fsencode(tmp_path) + "/schlüssel.json".encode()
+    for arguments, code in (
+        (["--help"], 0),
+        (["serve", "--help"], 0),
+        (["models"], 0),
+        (["plan"], 0),
+        (["doctor"], 0),
+        (["plan", missing], 2),
+        (["generate", "é→😀".encode(), "--max-tokens", "3"], 0),
+        (["keys", "create", "Jürgen".encode(), "--file", keys], 0),
+        (["keys", "list", "--file", keys], 0),
+    ):
+        command = [sys.executable, "-m", "infer", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=120)
+        assert done.returncode == code, (arguments, done.stderr)
+        assert b"Traceback" not in done.stderr, (arguments, done.stderr)

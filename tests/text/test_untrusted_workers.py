@@ -1,0 +1,258 @@
+"""Tests of the processes for untrusted text: they are shared fairly, may die, and are replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.errors import OverloadedError, RequestError
+from infer.text.grammars.compiler import Vocabulary
+from infer.text.untrusted.grammar_checker import MAX_KNOWN, GrammarChecker
+from infer.text.untrusted.process import WorkerProcess
+from infer.text.untrusted.worker import encoded
+from infer.text.untrusted.workers import Answer, Job, UntrustedWorkers
+from infer.types.grammar import Grammar
+from tests.support.doubles import small_tokenizer
+from tests.support.stopped import go_on, stop
+
+LOOP = "{% for i in range(n) %}{% endfor %}{{ n }}"
+"""a template whose work is a variable"""
+NOW_S = 60.0
+
+
+@pytest.fixture
+def workers() -> Iterator[UntrustedWorkers]:
+    workers = UntrustedWorkers("template", lambda: LOOP)
+    assert workers.first_answer().value == {}
+    yield workers
+    workers.close()
+
+
+def loop(workers: UntrustedWorkers, n: int, cpu_s: int = 5) -> Job:
+    return workers.job(({"n": n}, 100), cpu_s)
+
+
+def text_of(answer: Future[Answer]) -> Any:
+    return answer.result(NOW_S).value["text"]
+
+
+def test_an_owner_with_many_jobs_waits_only_for_its_own(workers: UntrustedWorkers) -> None:
+    workers.warm()
+    while workers.num_warm < workers.num_workers:
+        time.sleep(0.01)
+    flood = [workers.submit(loop(workers, 99_999), "a") for _ in range(40)]
+    assert workers.num_open("a") == 40
+    others = [workers.submit(loop(workers, 1), owner) for owner in "bc"]
+    wait(others)
+    num_done = sum(each.done() for each in flood)
+    assert [text_of(each) for each in others] == ["1", "1"]
+    assert num_done < 20
+    assert [text_of(each) for each in flood] == ["99999"] * 40
+    assert len(workers.pids) == workers.num_workers
+
+
+def test_a_job_that_takes_too_much_cpu_time_ends_its_process_only(
+    workers: UntrustedWorkers,
+) -> None:
+    [first] = workers.pids
+    source = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    busy = UntrustedWorkers("template", lambda: source)
+    try:
+        answer = busy.submit(busy.job(({}, 100), 1)).result(NOW_S)
+        assert (answer.death, answer.body, answer.cpu_s) == ("cpu", b"", 1.0)
+        assert answer.is_lasting
+        assert busy.num_deaths == 1
+    finally:
+        busy.close()
+    assert text_of(workers.submit(loop(workers, 5))) == "5"
+    assert (workers.pids, workers.num_deaths) == ([first], 0)
+
+
+def test_a_job_whose_process_is_killed_once_is_done_again(workers: UntrustedWorkers) -> None:
+    [pid] = workers.pids
+    stop(pid)
+    answer = workers.submit(loop(workers, 7))
+    os.kill(pid, signal.SIGKILL)
+    assert text_of(answer) == "7"
+    assert workers.num_deaths == 1
+
+
+def test_a_process_that_does_not_answer_has_a_deadline(workers: UntrustedWorkers) -> None:
+    [pid] = workers.pids
+    stop(pid)
+    long = workers.job(({"n": 1, "x": "x" * 3_000_000}, 100), 1, 0.1)  # more than a pipe holds
+    answer = workers.submit(long).result(NOW_S)
+    assert (answer.death, answer.is_lasting) == ("deadline", False)
+    assert text_of(workers.submit(loop(workers, 7))) == "7"
+    assert pid not in workers.pids
+
+
+def test_long_texts_and_lone_surrogates_pass() -> None:
+    workers = UntrustedWorkers("template", lambda: "{{ x }}")
+    try:
+        for text in ("\ud800 é 😀 \0", "é" * 3_000_000):
+            answer = workers.submit(workers.job(({"x": text}, 10**7), 5)).result(NOW_S)
+            assert answer.value == {"text": text}
+    finally:
+        workers.close()
+
+
+def test_at_rest_there_is_no_process_until_the_next_job(workers: UntrustedWorkers) -> None:
+    [pid] = workers.pids
+    workers.rest()
+    assert workers.pids == []
+    assert not Path(f"/proc/{pid}").exists()
+    assert text_of(workers.submit(loop(workers, 3))) == "3"
+
+
+def test_work_at_rest_ends_at_once(workers: UntrustedWorkers) -> None:
+    [pid] = workers.pids
+    stop(pid)
+    working = workers.submit(loop(workers, 1))
+    while not (working.running() or working.done()):
+        time.sleep(0.001)
+    workers.rest()
+    with pytest.raises(OverloadedError):
+        working.result(NOW_S)
+    assert text_of(workers.submit(loop(workers, 2))) == "2"
+
+
+def test_what_is_closed_takes_no_jobs(workers: UntrustedWorkers) -> None:
+    job = loop(workers, 1)
+    workers.close()
+    with pytest.raises(OverloadedError, match="chat templates cannot be checked at the moment"):
+        workers.submit(job)
+    assert workers.pids == []
+
+
+def test_it_gets_no_secrets_and_writes_no_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    process = WorkerProcess("template")
+    try:
+        process.ask(encoded(5, LOOP), NOW_S)
+        folder = Path(f"/proc/{process.pid}")
+        assert b"secret" not in (folder / "environ").read_bytes()
+        limits = (folder / "limits").read_text()
+        for name in ("Max file size", "Max core file size"):
+            [line] = [line for line in limits.splitlines() if line.startswith(name)]
+            assert line.removeprefix(name).split()[0] == "0"
+    finally:
+        process.end()
+
+
+def test_it_ends_with_its_owners_process() -> None:
+    program = (
+        "from infer.text.untrusted.workers import UntrustedWorkers\n"
+        "workers = UntrustedWorkers('template', lambda: 'x')\n"
+        "workers.warm()\n"
+        "print(*workers.pids)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True, text=True, check=True, timeout=NOW_S,
+    )  # fmt: skip
+    assert done.stderr == ""
+    assert not any(Path(f"/proc/{pid}").exists() for pid in done.stdout.split())
+
+
+# ---- what the checker of grammars remembers
+
+
+@pytest.fixture
+def checker() -> Iterator[GrammarChecker]:
+    tokenizer = small_tokenizer()
+    checker = GrammarChecker(lambda: Vocabulary.of(tokenizer, tokenizer.vocab_size))
+    yield checker
+    checker.close()
+
+
+class Counted:
+    """Counts the jobs that reach the processes, and answers them with what is given."""
+
+    def __init__(self, checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_jobs = 0
+        self.answer: Answer | None = None
+        self._submit = checker.workers.submit
+        monkeypatch.setattr(checker.workers, "submit", self.submit)
+
+    def submit(self, job: Job, owner: str = "") -> Future[Answer]:
+        self.num_jobs += 1
+        if self.answer is None:
+            return self._submit(job, owner)
+        assert job.remember is not None
+        job.remember(self.answer)
+        result: Future[Answer] = Future()
+        result.set_result(self.answer)
+        return result
+
+
+REFUSED = Grammar.regex("(")
+
+
+def test_a_refusal_is_remembered(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(checker, monkeypatch)
+    for _ in range(3):
+        with pytest.raises(RequestError, match="regex"):
+            checker.check(REFUSED)
+    assert counted.num_jobs == 1
+
+
+@pytest.mark.parametrize(
+    ("death", "words", "is_kept"),
+    [
+        ("cpu", "3 s of CPU time", True),
+        ("memory", "memory limit", True),
+        ("crash", "cannot be compiled", True),
+        ("deadline", "3 s of CPU time", False),
+        ("killed", "cannot be compiled", False),
+    ],
+)
+def test_a_refusal_is_remembered_unless_its_cause_may_pass(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, death: Any, words: str, is_kept: bool
+) -> None:
+    counted = Counted(checker, monkeypatch)
+    counted.answer = Answer(b"", death, 3.0)
+    for _ in range(2):
+        with pytest.raises(RequestError, match=words):
+            checker.check(Grammar.choice(["a"]))
+    assert counted.num_jobs == (1 if is_kept else 2)
+
+
+def test_grammars_that_wait_for_the_same_verdict_are_compiled_once(
+    checker: GrammarChecker,
+) -> None:
+    """Six times the same one, which ends its process: it is the only one that does."""
+    checker.check(Grammar.choice(["a"]))
+    [pid] = checker.workers.pids
+    stop(pid)
+    steps = [checker.checking(Grammar.choice(["b"])) for _ in range(6)]
+    answers = [checker.workers.submit(next(each), "a") for each in steps]
+    assert not any(each.done() for each in answers)
+    os.kill(pid, signal.SIGXCPU)
+    go_on(pid)
+    for each, answer in zip(steps, answers, strict=True):
+        with pytest.raises(RequestError, match="3 s of CPU time"):
+            each.send(answer.result(NOW_S))
+    assert checker.workers.num_deaths == 1
+
+
+def test_the_least_recently_used_is_forgotten_first(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Counted(checker, monkeypatch)
+    counted.answer = Answer.of(("", 5))
+    grammars = [Grammar.choice([str(i)]) for i in range(MAX_KNOWN + 1)]
+    for grammar in (*grammars[:-1], grammars[0], grammars[-1], grammars[0]):
+        assert checker.check(grammar) == 5
+    assert counted.num_jobs == MAX_KNOWN + 1
+    checker.check(grammars[1])
+    assert counted.num_jobs == MAX_KNOWN + 2

@@ -1,0 +1,1 @@
+"""Tests on published checkpoints, which ordinary packages of the Python index carry."""
