@@ -72,7 +72,7 @@ def test_int8_is_an_exact_sum_between_two_scales(make: Make, k: int, n: int, num
     weight, x, bias = random(n, k), random(num_rows, k, seed=1), random(n, seed=2)
     (w, w_scales), (a, a_scales) = quantized(turned(weight)), quantized(turned(x))
     exact = (a @ w.T) * a_scales * w_scales.T + bias.double()
-    # A number halfway between two steps may be rounded either way, by one step of its row: a few of them.
+    # Numbers halfway between two steps may be rounded either way, by one step of their row.
     edges = (
         4 * (w.abs().sum(1, keepdim=True).T + a.abs().sum(1, keepdim=True)) * a_scales * w_scales.T
     )

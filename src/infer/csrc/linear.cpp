@@ -57,7 +57,8 @@ long infer_linear_packed_bytes(long N, long K, int bits, int gate) {
 }
 
 void* infer_linear_new(const char* isa_name, char* packed, long N, long K, int bits, int gate, int float_out,
-                       int rotated, const float* bias, const float* norm, float eps, const int* blocks, void* parallel) {
+                       int rotated, const float* bias, const float* norm, float eps, const int* blocks,
+                       void* parallel) {
   const IsaKernels* isa = usable_isa(isa_name);
   if (!isa || !isa->linear) return nullptr;
   Layer* layer = new Layer(layer_of(packed, N, K, bits, gate));

@@ -223,8 +223,7 @@ INLINE float read_row(const Call& c, long row, float* to) {
   I16 most = zeros16();
   for (long step = 0; step < layer.steps; ++step, to += 64) {
     Halves part[2];
-    for (long k = step * 64; NORM && k < step * 64 + 64; k += 32)
-      add_squares(squares, read_halves(x + k, layer.K - k));
+    for (long k = step * 64; NORM && k < step * 64 + 64; k += 32) add_squares(squares, read_halves(x + k, layer.K - k));
     read_step<NORM>(layer, x, step, part[0], part[1]);
     store_step(to, part[0], part[1]);
     most = greatest_of(greatest_of(most, part[0]), part[1]);

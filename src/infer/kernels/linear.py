@@ -3,9 +3,10 @@
 `make_linear` makes the layers of all models. The original weight may be freed afterwards. A weight
 is held in the dtype of the activations, in int8 or in int4. In int8 each output has one scale, and
 each row of activations has one scale that is computed with the row; the sum of products is an exact
-integer. Weights and activations are rotated before (`rotated`, and csrc/linear.h on why). In int4 a weight is n · multiple · scale. n is an integer from -8 to 7, and each 64 inputs
-share an integer multiple from 1 to 16. n · multiple is an int8 number, so everything else is as in
-int8. A weight may also be given in the blocks of a GGUF file (`kernels.blocks`), which are kept.
+integer. Weights and activations are rotated before (`rotated`, and csrc/linear.h on why). In int4 a
+weight is n · multiple · scale. n is an integer from -8 to 7, and each 64 inputs share an integer
+multiple from 1 to 16. n · multiple is an int8 number, so everything else is as in int8. A weight
+may also be given in the blocks of a GGUF file (`kernels.blocks`), which are kept.
 
 Whether a row's result is the same, bit for bit, for every number of rows depends on the class. It
 is by construction in `NativeLinear` (bfloat16, int8 and int4 in C++: csrc/linear.h), in
