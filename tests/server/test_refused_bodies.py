@@ -171,8 +171,8 @@ def test_a_body_that_does_not_come() -> None:
     ("method", "path", "status", "code", "allow"),
     [
         ("GET", "/v1/nothing", 404, "not_found", None),
-        ("POST", "/v1/completions/", 404, "not_found", None),
-        ("POST", "//v1/completions", 404, "not_found", None),
+        ("POST", "/v1/completions/x", 404, "not_found", None),
+        ("POST", "/v1//completions/x", 404, "not_found", None),
         ("GET", "/docs", 404, "not_found", None),
         ("GET", COMPLETIONS, 405, "method_not_allowed", "POST"),
         ("DELETE", CHAT, 405, "method_not_allowed", "POST"),

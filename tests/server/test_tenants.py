@@ -64,8 +64,9 @@ def test_every_route_needs_a_key(file: Path, make_engine: Callable[..., AsyncLLM
                         # LiteLLM recognises this text and takes any other for a bad request.
                         known = "Incorrect API key provided"
                         assert error["message"].startswith(known) is sent
-        for path in ("//health/live", "/health/live/../../v1/models", "/v1/models?/health"):
+        for path in ("//v1/models", "/health/live/../../v1/models", "/v1/models?/health"):
             assert (await app.get(path)).status == 401
+        assert (await app.get("//health/live")).status == 200  # the same path, which is open
         assert (await app.get("/v1/models", **key)).status == 200
         bare = {"x-api-key": key["authorization"].removeprefix("Bearer ")}
         assert (await app.get("/v1/models", **bare)).status == 200

@@ -278,7 +278,6 @@ def test_without_a_template_there_is_no_chat(tmp_path: Path) -> None:
 # ---- what is refused
 
 Row = tuple[str, dict[str, Any], int, str | None, str | None, str]
-BAD_CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}
 
 
 def said(message: Any) -> dict[str, Any]:
@@ -289,18 +288,10 @@ CONVERSATION_ROWS: list[tuple[dict[str, Any], int, str | None, str | None, str]]
     ({"messages": []}, 400, "messages", None, "empty"),
     ({"messages": "x"}, 400, "messages", "invalid_type", "list"),
     (said({"role": "user"}), 400, "messages[0].content", "missing_required_parameter", "required"),
-    (
-        said({"role": "assistant", "tool_calls": []}),
-        *(400, "messages[0].content", "missing_required_parameter", "required"),
-    ),
     (said({"role": "robot", "content": "x"}), 422, "messages[0].role", None, "'user'"),
     (said({**HELLO[0], "nme": 1}), 422, "messages[0].nme", "unknown_parameter", "'name'"),
     (said({**HELLO[0], "tool_calls": 5}), 400, "messages[0].tool_calls", None, "list of objects"),
     (said({**HELLO[0], "tool_calls": [{}]}), 400, "messages[0].tool_calls", None, "`function`"),
-    (said(BAD_CALL), 400, "messages[0].tool_calls", None, "JSON object"),
-    (said(call("[]")), 400, "messages[0].tool_calls", None, "JSON object"),
-    (said(call('{"a": NaN}')), 400, "messages[0].tool_calls", None, "JSON object"),
-    (said(call([1])), 400, "messages[0].tool_calls", None, "JSON object"),
     (
         said({**call("{}"), "tool_calls": call("{}")["tool_calls"] * 129}),
         *(422, "messages[0].tool_calls", None, "at most 128"),
@@ -310,7 +301,6 @@ CONVERSATION_ROWS: list[tuple[dict[str, Any], int, str | None, str | None, str]]
     ({"tools": ["weather"]}, 400, "tools", None, "list of objects"),
     ({"tools": [{"type": "function"}]}, 400, "tools", None, "`function`"),
     ({"tools": [{"function": {"name": 5}}]}, 400, "tools", None, "`name`"),
-    ({"tools": [{**WEATHER, "type": "search"}]}, 400, "tools", None, "'function'"),
     ({"tools": [WEATHER] * 129}, 422, "tools", None, "at most 128"),
     ({"tool_choice": "must"}, 400, "tool_choice", None, "'required'"),
     ({"chat_template": "x"}, 400, "chat_template", "unsupported_parameter", "null"),
