@@ -36,8 +36,8 @@ def test_each_format_has_a_row() -> None:
             assert value / exact - 1 == pytest.approx(rise, abs=0.006)
         if not each.rises:
             assert all(v / e < 1.01 for v, e in zip(each.perplexities, truth, strict=True))
-    assert cost_of("int8") == "perplexity +4.5 % (SmolLM2-135M), +3.1 % (Gemma 3 270M)"
-    assert cost_of("int4") == "perplexity +52 % (SmolLM2-135M)"
+    assert cost_of("int8") == "perplexity +0.09 % (SmolLM2-135M), +0.16 % (Gemma 3 270M)"
+    assert cost_of("int4") == "perplexity +38 % (SmolLM2-135M), +37 % (Gemma 3 270M)"
     assert cost_of("bfloat16") == trade_of("bfloat16") == trade_of("unheard of") == ""
 
 

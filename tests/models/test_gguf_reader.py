@@ -93,7 +93,7 @@ A = tensor(b"a", [8])
 LONG = struct.pack("<IQ", 8, 1 << 63)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a version to come": ({"version": 4}, "it is of version 4 of the format; 2 and 3 are read"),
-    "version 1": ({"version": 1}, "it is of version 1 of the format"),
+    "version 1": ({"version": 1}, "has version 1 of the format, which is not read"),
     "the other byte order": ({"version": 3 << 24}, "another byte order"),
     "a key twice": ({"pairs": [pair(b"k", 4, 1)] * 2}, "it has the key k twice"),
     "a tensor twice": ({"tensors": [A, A]}, "it has the tensor a twice"),
