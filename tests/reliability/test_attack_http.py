@@ -193,13 +193,13 @@ def test_a_sessions_history_decides_where_the_work_is_done(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seen: list[str] = []
-    real = Tokenizer.apply_chat_template
+    real = Tokenizer.chat_prompt
 
     def apply(self: Tokenizer, *arguments: Any, **how: Any) -> Any:
         seen.append(threading.current_thread().name)
         return real(self, *arguments, **how)
 
-    monkeypatch.setattr(Tokenizer, "apply_chat_template", apply)
+    monkeypatch.setattr(Tokenizer, "chat_prompt", apply)
 
     async def use(app: App) -> None:
         long = {"role": "user", "content": "x" * 40_000}

@@ -38,7 +38,7 @@ FORMATS = (
 
 
 def cost_of(weight_format: str) -> str:
-    """What a format costs, such as "perplexity +38 % (SmolLM2-135M), …"; "" if it rounds nothing."""
+    """What a format costs, such as "perplexity +38 % (SmolLM2-135M)"; "" if it rounds nothing."""
     for each in FORMATS:
         if each.name == weight_format and each.rises:
             rises = zip(each.rises, MODELS, strict=False)
