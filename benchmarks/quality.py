@@ -219,7 +219,7 @@ class Peer:
         command = [str(python), str(HERE / "peers/score_llamacpp.py"), str(file), str(width + 1)]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True,
+            text=True, encoding="utf-8",
         )  # fmt: skip
 
     def ask(self, **job: Any) -> Any:

@@ -67,7 +67,8 @@ def test_no_source_writes_the_command_itself() -> None:
     for file in (ROOT / "src").rglob("*.py"):
         if file.name != "extras.py":
             text = file.read_text(encoding="utf-8")
-            assert "pip install" not in text, file
+            # A package that carries a checkpoint is none of this one's.
+            assert not re.search(r"pip install(?! --no-deps)", text), file
             assert not re.search(r"infer\[\w+\]", text), file
 
 

@@ -145,7 +145,7 @@ def test_a_page_names_the_files_that_it_touches(page: str) -> None:
 def test_a_family_that_a_page_adds_is_right_in_every_format(page: str, tmp_path: Path) -> None:
     root = copy_of_the_repository(tmp_path)
     for path, source in results(page).items():
-        (root / path).write_text(source)
+        (root / path).write_text(source, encoding="utf-8")
     done = run([*PARITY, "-k", f"{family(page)} or registry"], root)
     assert done.returncode == 0, done.stdout[-4000:]
 

@@ -132,7 +132,7 @@ def _run(context: object, batch: object, parts: list[tuple[int, list[int], int]]
 
 def main() -> None:
     """Answer until stdin ends."""
-    protocol = os.fdopen(os.dup(1), "w")
+    protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     scorer = Scorer(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else BATCH)
     ways = {"tokenize": scorer.tokenize, "chat": scorer.chat, "score": scorer.score,

@@ -115,12 +115,15 @@ def test_quality_of_a_gguf_file(load: Load, tmp_path: Path) -> None:
 
     shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     write(tmp_path / "m.gguf", "llama", make_model("llama", **shape), Q.Q8_0)
-    (tmp_path / "text").write_text("Two engines read one text. " * 4)
+    (tmp_path / "text").write_text("Two engines read one text. " * 4, encoding="utf-8")
     program = load("quality", tmp_path / "m.gguf", "--tokens", 60, "--window", 25, "--text",
                    tmp_path / "text", "--formats", "f32,blocks,q8_0,q4_k,q4_0", "--json",
                    tmp_path / "rows.json")  # fmt: skip
     program.main()
-    rows = {row["format"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+    rows = {
+        row["format"]: row
+        for row in json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+    }
     assert rows["float32"]["error"] == rows["f32"]["error"] == 0
     assert rows["blocks"]["error"] == rows["q8_0"]["error"], "rounding Q8_0 to Q8_0 changes nothing"
     assert 0 < rows["q8_0"]["error"] < rows["q4_k"]["error"]

@@ -103,8 +103,8 @@ def check_answer(data: st.DataObject) -> None:
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert told_apart(pieces, way, **how) == whole, (way and way.name, pieces)
     assert told_apart([*pieces, ""], way, **how) == whole, (way and way.name, pieces)
-    for call in whole.calls:
-        assert isinstance(json.loads(call.arguments), dict)
+    for call in whole.calls:  # of arguments that break off there is what the model wrote
+        assert call.arguments in text or isinstance(json.loads(call.arguments), dict)
     if not whole.calls and not whole.reasoning and not how["inside"] and "all" not in text:
         left = text.lstrip()
         if how["thinks"]:

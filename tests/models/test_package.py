@@ -36,14 +36,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         info.mkdir(parents=True)
         lines = [f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0"]
         lines += [f"Requires-Dist: {each}" for each in requires]
-        (info / "METADATA").write_text("\n".join(lines) + "\n")
+        (info / "METADATA").write_text("\n".join(lines) + "\n", encoding="utf-8")
         rows = [f"{info.name}/METADATA,,", f"{info.name}/RECORD,,"]
         for path, content in {f"{module}/__init__.py": b"raise SystemExit", **files}.items():
             (site / path).parent.mkdir(parents=True, exist_ok=True)
             (site / path).write_bytes(content)
             digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode()
             rows.append(f"{path},sha256={digest.rstrip('=')},{len(content)}")
-        (info / "RECORD").write_text("\n".join(rows) + "\n")
+        (info / "RECORD").write_text("\n".join(rows) + "\n", encoding="utf-8")
         return site
 
     return install
@@ -150,7 +150,8 @@ def test_a_path_that_leaves_the_package(install: Install, content: bytes, tmp_pa
     assert "a-way lists ../secret.gguf, which leads out of the package" in refusal("a-way")
     install("a-root", {})
     record = site / "a_root-1.0.dist-info/RECORD"
-    record.write_text(record.read_text() + f"{tmp_path / 'secret.gguf'},,\n")
+    listed = record.read_text(encoding="utf-8") + f"{tmp_path / 'secret.gguf'},,\n"
+    record.write_text(listed, encoding="utf-8")
     assert "which leads out of the package" in refusal("a-root")
 
 

@@ -33,7 +33,9 @@ HOSTILE = {
 
 
 def hostile_checkpoint(folder: Path) -> Path:
-    plain = json.loads((SHIPPED_FOLDER / "tokenizer_config.json").read_text())["chat_template"]
+    plain = json.loads((SHIPPED_FOLDER / "tokenizer_config.json").read_text(encoding="utf-8"))[
+        "chat_template"
+    ]
     branches = [
         f"{{% if messages[0].content == '{name}' %}}"
         + (work if "{%" in work else "{{ " + work + " }}")

@@ -315,6 +315,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path, is_kept: bool) -> None:
             stderr=output if is_kept else inside,
             preexec_fn=in_a_terminal(inside),
             text=True,
+            encoding="utf-8",
         )
     os.close(inside)
     server = Served(process, f"http://127.0.0.1:{port}")

@@ -215,7 +215,7 @@ OPEN = {
 NAMES = ("/v1/models/", "/v1/requests/", "/v1/sessions/")
 """paths below which any name is possible"""
 TRICKS = (
-    *("{}/", "/{}", "{}%2f", "{}%00", "{}/..", "/x/..{}", "{};x", "{}%20", "/./{}", "{}/%2e%2e"),
+    *("{}/-", "/-{}", "{}%2f", "{}%00", "{}/..", "/x/..{}", "{};x", "{}%20", "/./{}", "{}/%2e%2e"),
     *("{}.json", "{}\\", "http://other{}", "{}@evil"),
 )
 PRIVATE = (

@@ -55,12 +55,12 @@ def test_the_commit_of_a_changed_tree_has_a_mark(
     git("init")
     (tmp_path / "docs").mkdir()
     for name in ("a", "docs/reliability.md"):
-        (tmp_path / name).write_text("1")
+        (tmp_path / name).write_text("1", encoding="utf-8")
     git("add", ".")
     git("commit", "-m", "one")
     clean = commit_of(tmp_path, tmp_path / "docs/reliability.md")
     assert re.fullmatch("[0-9a-f]{7,40}", clean)
-    (tmp_path / "docs/reliability.md").write_text("2")
+    (tmp_path / "docs/reliability.md").write_text("2", encoding="utf-8")
     assert commit_of(tmp_path, tmp_path / "docs/reliability.md") == clean
-    (tmp_path / "a").write_text("2")
+    (tmp_path / "a").write_text("2", encoding="utf-8")
     assert commit_of(tmp_path, tmp_path / "docs/reliability.md") == clean + "+"

@@ -62,7 +62,7 @@ def test_over_http(second: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("second", ROLES)
 def test_in_process(second: str, tmp_path: Path) -> None:
-    (tmp_path / "t.jinja").write_text(SOURCE)
+    (tmp_path / "t.jinja").write_text(SOURCE, encoding="utf-8")
     messages = [*rules(second), QUESTION]
     params = SamplingParams(temperature=0, max_tokens=4)
     with LLM(chat_template=str(tmp_path / "t.jinja"), max_seq_len=128) as llm:

@@ -11,7 +11,9 @@ def commit_of(root: Path, page: Path) -> str:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", check=True
+        ).stdout
 
     changed = git("status", "--porcelain", "--", ".", f":(exclude){page.relative_to(root)}")
     return git("rev-parse", "--short", "HEAD").strip() + "+" * bool(changed)

@@ -22,6 +22,6 @@ def go_on(pid: int) -> None:
 
 def _state(task: Path) -> str:
     try:
-        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+        return (task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
         return "X"

@@ -66,7 +66,7 @@ ONE = {
     "twice": TWICE,
     "with tools": WITH_TOOLS,
     "parts": PARTS,
-    "gemma3": (TEMPLATES / "gemma3.jinja").read_text(),
+    "gemma3": (TEMPLATES / "gemma3.jinja").read_text(encoding="utf-8"),
 }
 """Templates that do not render all of several system messages."""
 RULES = ("Be kind.", "Be short.", "Be clear.", "Be quick.")

@@ -141,7 +141,7 @@ def test_it_gets_no_secrets_and_writes_no_files(monkeypatch: pytest.MonkeyPatch)
         process.ask(encoded(5, LOOP), NOW_S)
         folder = Path(f"/proc/{process.pid}")
         assert b"secret" not in (folder / "environ").read_bytes()
-        limits = (folder / "limits").read_text()
+        limits = (folder / "limits").read_text(encoding="utf-8")
         for name in ("Max file size", "Max core file size"):
             [line] = [line for line in limits.splitlines() if line.startswith(name)]
             assert line.removeprefix(name).split()[0] == "0"
@@ -158,7 +158,7 @@ def test_it_ends_with_its_owners_process() -> None:
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
-        capture_output=True, text=True, check=True, timeout=NOW_S,
+        capture_output=True, text=True, encoding="utf-8", check=True, timeout=NOW_S,
     )  # fmt: skip
     assert done.stderr == ""
     assert not any(Path(f"/proc/{pid}").exists() for pid in done.stdout.split())

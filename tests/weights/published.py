@@ -62,7 +62,9 @@ def installed(published: Published) -> Path:
     if not all(list(site.glob(f"{name}-*.dist-info/RECORD")) for name in names):
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade"]
         command += ["--target", str(site), *published.packages]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, encoding="utf-8", check=False
+        )
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["pip has failed"])[-1]
             pytest.skip(f"{published.package} cannot be had here: {why:.300}")
@@ -94,8 +96,14 @@ def llama_python() -> Path:
     is_there = subprocess.run([python, "-c", "import llama_cpp"], capture_output=True, check=False)
     if is_there.returncode:
         command = [str(python), "-m", "pip", "install", "-q", LLAMA_CPP]
-        done = subprocess.run(command, env={**os.environ, "CMAKE_ARGS": NATIVE_OFF},
-                              capture_output=True, text=True, check=False)  # fmt: skip
+        done = subprocess.run(
+            command,
+            env={**os.environ, "CMAKE_ARGS": NATIVE_OFF},
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            check=False,
+        )
         if done.returncode:
             why = (done.stderr.strip().splitlines() or ["pip has failed"])[-1]
             pytest.skip(f"{LLAMA_CPP} cannot be had here: {why:.300}")
@@ -109,7 +117,7 @@ class Llama:
         worker = BENCHMARKS / "peers" / "score_llamacpp.py"
         command = [str(llama_python()), str(worker), str(file), str(context)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
         )
 
     def ask(self, **job: Any) -> Any:

