@@ -81,6 +81,18 @@ def test_int8_is_an_exact_sum_between_two_scales(make: Make, k: int, n: int, num
     assert (error <= 2**-8 * exact.abs() + 1e-5).float().mean() > 0.9
 
 
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("num_rows", [1, 33])
+def test_int8_without_a_rotation(num_rows: int) -> None:
+    """For weights that were calibrated for one scale a row."""
+    weight, x = random(96, 513), random(num_rows, 513, seed=1)
+    (w, w_scales), (a, a_scales) = quantized(weight), quantized(x)
+    exact = (a @ w.T) * a_scales * w_scales.T
+    fusion = Fusion(float_out=True)
+    found = NativeLinear([weight], None, fusion, bits=8, rotated=False)(x).double()
+    torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
+
+
 def least_errors(weight: Tensor) -> Tensor:
     """The squared error of int4 by its definition, for each 64 inputs of each row; [N, K / 64].
 

@@ -1,9 +1,15 @@
-"""Fixtures: tokenizers of each kind, ours and transformers', loaded from the same folder."""
+"""Fixtures: tokenizers of each kind, ours and transformers', loaded from the same folder; and a
+checker of grammars."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from infer.text.grammars.compiler import Vocabulary
+from infer.text.untrusted.grammar_checker import GrammarChecker
+from tests.support.doubles import small_tokenizer
 from tests.support.text_checkpoints import KINDS, TEMPLATES, Pair, load_pair, save
 
 
@@ -24,3 +30,12 @@ def chat_pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str]
             folder = save(tmp_path_factory.mktemp(f"{kind}-{shape}"), tokenizer, template)
             pairs[kind, shape] = load_pair(kind, folder)
     return pairs
+
+
+@pytest.fixture
+def checker() -> Iterator[GrammarChecker]:
+    """One with the small vocabulary, whose processes have not begun."""
+    tokenizer = small_tokenizer()
+    checker = GrammarChecker(lambda: Vocabulary.of(tokenizer, tokenizer.vocab_size))
+    yield checker
+    checker.close()

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from infer.errors import RequestError
-from infer.text.grammars.compiler import Vocabulary
 from infer.text.grammars.grammar_bounds import problem_of_bounds
 from infer.text.untrusted.grammar_checker import GrammarChecker
 from infer.types.grammar import Grammar
-from tests.support.doubles import small_tokenizer
 
 LARGE = 2**63
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -76,14 +74,9 @@ def test_what_is_no_schema(text: str) -> None:
     assert problem_of_bounds(Grammar.grammar(text)) == ""
 
 
-def test_they_do_not_end_the_checker() -> None:
-    tokenizer = small_tokenizer()
-    checker = GrammarChecker(lambda: Vocabulary.of(tokenizer, tokenizer.vocab_size))
-    try:
-        checker.check(Grammar.choice(["a"]))
-        for schema, words in REFUSED + TOO_MANY:
-            with pytest.raises(RequestError, match=words):
-                checker.check(Grammar.json({"type": "integer"} | schema))
-        assert checker.workers.num_deaths == 0
-    finally:
-        checker.close()
+def test_they_do_not_end_the_checker(checker: GrammarChecker) -> None:
+    checker.check(Grammar.choice(["a"]))
+    for schema, words in REFUSED + TOO_MANY:
+        with pytest.raises(RequestError, match=words):
+            checker.check(Grammar.json({"type": "integer"} | schema))
+    assert checker.workers.num_deaths == 0

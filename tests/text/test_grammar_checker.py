@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,17 +18,8 @@ from infer.text.grammars.compiler import Vocabulary
 from infer.text.untrusted import workers
 from infer.text.untrusted.grammar_checker import GrammarChecker
 from infer.types.grammar import Grammar
-from tests.support.doubles import small_tokenizer
 
 GOOD = Grammar.choice(["a", "b"])
-
-
-@pytest.fixture
-def checker() -> Iterator[GrammarChecker]:
-    tokenizer = small_tokenizer()
-    checker = GrammarChecker(lambda: Vocabulary.of(tokenizer, tokenizer.vocab_size))
-    yield checker
-    checker.close()
 
 
 def is_there(pid: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +26,16 @@ pytestmark = [pytest.mark.peer, pytest.mark.timeout(900)]
 
 def template(name: str) -> ChatTemplate:
     return ChatTemplate(templates()[name], SPECIAL)
+
+
+def loadable() -> Iterator[tuple[str, ChatTemplate]]:
+    """All published templates that compile, by their names."""
+    for name in templates():
+        try:
+            shown = template(name)
+        except LoadError:
+            continue
+        yield name, shown
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -68,11 +79,7 @@ def test_what_a_loaded_family_answers_is_taken_back(name: str) -> None:
 def test_no_published_template_refuses_a_tool_loop() -> None:
     num_loops = num_writing = 0
     failed = []
-    for name in templates():
-        try:
-            shown = template(name)
-        except LoadError:
-            continue
+    for name, shown in loadable():
         num_writing += shown.abilities.calls is not None
         for loop, messages in LOOPS.items():
             if loop == "a system message" and not shown.abilities.takes_system:
@@ -98,11 +105,7 @@ def test_all_system_messages_at_the_beginning_are_in_the_prompt() -> None:
     roles = (("system",), ("system",) * 2, ("system", "developer"), ("developer",) * 3)
     num_several = num_chats = 0
     failed = []
-    for name in templates():
-        try:
-            shown = template(name)
-        except LoadError:
-            continue
+    for name, shown in loadable():
         num_several += shown.abilities.takes_several_systems
         chats = itertools.product(roles if shown.abilities.takes_system else (), (None, WEATHER))
         for each, tools in chats:

@@ -15,13 +15,11 @@ from typing import Any
 import pytest
 
 from infer.errors import OverloadedError, RequestError
-from infer.text.grammars.compiler import Vocabulary
 from infer.text.untrusted.grammar_checker import MAX_KNOWN, GrammarChecker
 from infer.text.untrusted.process import WorkerProcess
 from infer.text.untrusted.worker import encoded
 from infer.text.untrusted.workers import Answer, Job, UntrustedWorkers
 from infer.types.grammar import Grammar
-from tests.support.doubles import small_tokenizer
 from tests.support.stopped import go_on, stop
 
 LOOP = "{% for i in range(n) %}{% endfor %}{{ n }}"
@@ -165,14 +163,6 @@ def test_it_ends_with_its_owners_process() -> None:
 
 
 # ---- what the checker of grammars remembers
-
-
-@pytest.fixture
-def checker() -> Iterator[GrammarChecker]:
-    tokenizer = small_tokenizer()
-    checker = GrammarChecker(lambda: Vocabulary.of(tokenizer, tokenizer.vocab_size))
-    yield checker
-    checker.close()
 
 
 class Counted:

@@ -74,13 +74,14 @@ INLINE void rotate(Halves& first, Halves& second) {
 }
 constexpr float ROTATED_TWICE = 64.f;  // times what a product of two rotated rows is too large
 
-// The 64 numbers of a step as they become whole ones, which lie as halves of 32; `norm`: factors, or null.
+// The 64 numbers of a step, which lie as halves of 32; then as they become whole ones.
+INLINE void read_step(const Layer& layer, const uint16_t* x, long step, Halves (&part)[2]) {
+  for (long i = 0, k = step * 64; i < 2; ++i, k += 32) part[i] = read_halves(x + k, layer.K - k);
+}
 template <bool NORM>
-INLINE void read_step(const Layer& layer, const uint16_t* x, long step, Halves& first, Halves& second) {
-  const long k = step * 64;
-  first = read_halves(x + k, layer.K - k), second = read_halves(x + k + 32, layer.K - k - 32);
-  if (NORM) first = first.times(layer.norm + k), second = second.times(layer.norm + k + 32);
-  if (layer.rotated) rotate(first, second);
+INLINE void prepare_step(const Layer& layer, long step, Halves (&part)[2]) {
+  for (long i = 0; NORM && i < 2; ++i) part[i] = part[i].times(layer.norm + step * 64 + i * 32);
+  if (layer.rotated) rotate(part[0], part[1]);
 }
 INLINE void store_step(float* to, const Halves& first, const Halves& second) {
   store16(to, first.even), store16(to + 16, first.odd), store16(to + 32, second.even), store16(to + 48, second.odd);
@@ -90,7 +91,7 @@ INLINE I16 greatest_of(I16 most, const Halves& x) {
   return greater_magnitude(most, greater_magnitude(magnitude(x.even), magnitude(x.odd)));
 }
 
-// A step of a row of W, in bfloat16 or in what `read_step` has made of it, as one line of a tile, 64 bytes.
+// A step of a row of W, in bfloat16 or in what `prepare_step` has made of it, as one line of a tile, 64 bytes.
 INLINE void put_line(const Layer& layer, const uint16_t* row, const float* numbers, long step, float inverse,
                      char* line) {
   if (!layer.whole()) return copy32(line, row + step * 32, layer.K - step * 32);
@@ -129,7 +130,8 @@ HalfPanel scale_half(const Packing& p, long panel, int half) {
     I16 most = zeros16();
     for (long step = 0; step < layer.steps; ++step) {
       Halves part[2];
-      read_step<false>(layer, row, step, part[0], part[1]);
+      read_step(layer, row, step, part);
+      prepare_step<false>(layer, step, part);
       store_step(numbers + step * 64, part[0], part[1]);
       most = greatest_of(greatest_of(most, part[0]), part[1]);
     }
@@ -223,8 +225,9 @@ INLINE float read_row(const Call& c, long row, float* to) {
   I16 most = zeros16();
   for (long step = 0; step < layer.steps; ++step, to += 64) {
     Halves part[2];
-    for (long k = step * 64; NORM && k < step * 64 + 64; k += 32) add_squares(squares, read_halves(x + k, layer.K - k));
-    read_step<NORM>(layer, x, step, part[0], part[1]);
+    read_step(layer, x, step, part);
+    for (long i = 0; NORM && i < 2; ++i) add_squares(squares, part[i]);
+    prepare_step<NORM>(layer, step, part);
     store_step(to, part[0], part[1]);
     most = greatest_of(greatest_of(most, part[0]), part[1]);
   }

@@ -477,9 +477,11 @@ class NativeLinear:
     ) -> None:
         """`weights`: [out_i, in] bfloat16 each, or in blocks; their outputs are concatenated.
 
-        `bits`: a weight in bfloat16 is held in 16, 8 or 4 bits. `packed`: the memory of another
-        layer in blocks with the same weights, whose rows are then not read. `RuntimeError` with the
-        reason if the kernel cannot run, `ValueError` if a panel would hold blocks of two types.
+        `bits`: a weight in bfloat16 is held in 16, 8 or 4 bits. `rotated`: whether 8 and 4 bits are
+        of rotated rows; not for weights that were calibrated for one scale a row. `packed`: the
+        memory of another layer in blocks with the same weights, whose rows are then not read.
+        `RuntimeError` with the reason if the kernel cannot run, `ValueError` if a panel would hold
+        blocks of two types.
         """
         if reason := native_obstacle():
             raise RuntimeError(reason)

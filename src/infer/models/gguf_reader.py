@@ -185,7 +185,8 @@ class _Header:
         content = memoryview(bytes(self._content[: self._at]))
         values = {key: _Value(content, *place) for key, place in places.items()}
         infos = [self._tensor_info() for _ in range(num_tensors)]
-        start = -(-self._at // _alignment_of(values)) * _alignment_of(values)
+        alignment = _alignment_of(values)
+        start = -(-self._at // alignment) * alignment
         tensors: dict[str, StoredTensor] = {}
         for name, dims, number, offset in infos:
             if name in tensors:
@@ -244,9 +245,9 @@ class _Header:
             if at > last:
                 raise _Short
             at += 8 + length_at(content, at)[0]
-        self._at = self._at if at > len(content) else at
-        if self._at != at:
+        if at > len(content):
             raise _Short
+        self._at = at
 
     def _tensor_info(self) -> tuple[str, list[int], int, int]:
         """A tensor's name, its sizes (the length of a row first), its type and its offset."""

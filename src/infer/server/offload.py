@@ -91,7 +91,8 @@ class Offload:
         result: Any
         job, result = await self._run_in(self._threads, request, _advance, steps, None, heavy=heavy)
         while job is not None:
-            self._num_open[owner] += heavy
+            if heavy:
+                self._num_open[owner] += 1
             try:
                 answer = await _answer_to(job, tenant)
             finally:

@@ -23,7 +23,7 @@ from infer.text.system_messages import with_one_system
 from infer.text.template_probes import find_abilities
 from infer.text.tools.formats import ToolFormat
 from infer.text.tools.tool_messages import adapted
-from infer.text.untrusted.template_renderer import Rendered, TemplateRenderer
+from infer.text.untrusted.template_renderer import CANNOT, Rendered, TemplateRenderer
 from infer.text.untrusted.workers import Answer, Steps, UntrustedWorkers, run_steps
 
 MAX_RENDERED_CHARS = 16_000_000
@@ -41,7 +41,6 @@ KNOWN_TEMPLATES = frozenset({"04f3491876eb00dde273cece3681bc42bbffaf2adbcd3550fe
 """SHA-256 of the templates that are rendered in place: that of the demo model, whose work is linear
 in the messages."""
 _WORD = re.compile(r"[A-Za-z_]\w*")
-_CANNOT = "the model's chat template cannot render these messages"
 
 
 def _refusal(message: str) -> RequestError:
@@ -152,7 +151,7 @@ class ChatTemplate:
         try:
             text = yield from self._rendered(variables, MAX_RENDER_S, MAX_RENDERED_CHARS)
         except _LimitError as error:
-            raise _refusal(f"{_CANNOT}: {error}") from None
+            raise _refusal(f"{CANNOT}: {error}") from None
         return _cut_at(text, mark) if mark else text
 
     def _prepared(self, where: str, message: Any) -> dict[str, Any]:
@@ -190,7 +189,7 @@ class ChatTemplate:
                 job = self.workers.job((variables, max_chars), max_cpu_s)
             except (ValueError, RecursionError):
                 problem = "they are nested too deeply, or have a number that is too long"
-                raise _refusal(f"{_CANNOT}: {problem}") from None
+                raise _refusal(f"{CANNOT}: {problem}") from None
             rendered = _rendered_of((yield job))
         if (limit := rendered.get("exceeds")) is not None:
             raise _LimitError(_LIMITS[limit].format(max_cpu_s=max_cpu_s, max_chars=max_chars))

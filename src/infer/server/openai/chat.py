@@ -101,9 +101,11 @@ class ChatBody(Conversation, Generation):
     @property
     def is_heavy(self) -> bool:
         """Truncation may render the chat several times."""
+        is_heavy = super().is_heavy
+        if is_heavy or self.truncation == "disabled":
+            return is_heavy
         num_chars = sum(len(message.content or "") for message in self.messages)
-        is_long = num_chars > MAX_LIGHT_CHARS or len(self.messages) > MAX_LIGHT_WORDS
-        return super().is_heavy or (self.truncation == "auto" and is_long)
+        return num_chars > MAX_LIGHT_CHARS or len(self.messages) > MAX_LIGHT_WORDS
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:

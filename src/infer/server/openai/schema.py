@@ -288,9 +288,10 @@ _OTHER_TOOL = {
     "properties": {"type": {"type": "string", "not": {"const": "function"}}},
     "required": ["type"],
 }
+_REFERENCE = {"type": {"const": "function"}, "function": _FUNCTION}
 _CHOSEN = {
     "type": "object",
-    "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+    "properties": _REFERENCE,
     "required": ["type", "function"],
     "additionalProperties": False,
 }
@@ -306,7 +307,7 @@ _ALLOWED = {
                     "type": "array",
                     "items": {
                         "type": "object",
-                        "properties": {"type": {"const": "function"}, "function": _FUNCTION},
+                        "properties": _REFERENCE,
                         "required": ["function"],
                     },
                 },

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 OPEN, WHOLE, BROKEN = "open", "whole", "broken"
@@ -34,8 +35,28 @@ class ArgumentText(Protocol):
         follows; then all of an incomplete text is read."""
 
 
+def read_tokens(
+    step: Callable[[str, int, bool], ArgumentPiece | None], text: str, end: bool, begun: str = ""
+) -> ArgumentPiece:
+    """What a reader that goes from token to token can read of `text`, behind the JSON `begun`.
+
+    `step(text, at, end)` reads one token from `at`; its `size` is where the token ends, its `state`
+    is "" within arguments. None: the token is not complete.
+    """
+    pieces, at = [begun], 0
+    while True:
+        piece = step(text, at, end)
+        if piece is None:
+            return ArgumentPiece(len(text) if end else at, "".join(pieces))
+        at = piece.size
+        pieces.append(piece.json)
+        if piece.state:
+            return ArgumentPiece(at, "".join(pieces), piece.state)
+
+
 _OUTSIDE = re.compile(r"[^\s:,0-9A-Za-z+.\-]")
-_INSIDE = re.compile(r'["\\]')
+IN_STRING = re.compile(r'["\\]')
+"""Pattern of what a string in JSON does not have as it is."""
 
 
 class ObjectText:
@@ -53,7 +74,7 @@ class ObjectText:
         """See `ArgumentText`."""
         at = 0
         while True:
-            match = (_INSIDE if self._in_string else _OUTSIDE).search(text, at)
+            match = (IN_STRING if self._in_string else _OUTSIDE).search(text, at)
             if match is None:
                 return ArgumentPiece(len(text), text)
             char, at = match[0], match.end()

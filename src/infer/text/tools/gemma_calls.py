@@ -10,7 +10,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from infer.text.tools.argument_text import BROKEN, WHOLE, ArgumentPiece, in_json
+from infer.text.tools.argument_text import (
+    BROKEN,
+    IN_STRING,
+    WHOLE,
+    ArgumentPiece,
+    in_json,
+    read_tokens,
+)
 from infer.text.tools.call import Parse, ToolCall, arguments_of
 from infer.text.tools.json_calls import NOT_SPACE, read_json
 
@@ -42,19 +49,10 @@ class GemmaText:
 
     def read(self, text: str, *, end: bool) -> ArgumentPiece:
         """See `ArgumentText`."""
-        pieces, at = list[str](), 0
-        while True:
-            step = self._step(text, at, end)
-            if step is None:
-                return ArgumentPiece(len(text) if end else at, "".join(pieces))
-            at = step.size
-            pieces.append(step.json)
-            if step.state:
-                return ArgumentPiece(at, "".join(pieces), step.state)
+        return read_tokens(self._step, text, end)
 
     def _step(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
-        """One token from `at`; its `size` is where it ends, its `state` is "" within arguments.
-        None: it is not complete."""
+        """See `read_tokens`."""
         if self._inside:
             return self._in_string(text, at, end)
         found = NOT_SPACE.search(text, at)
@@ -105,7 +103,8 @@ class GemmaText:
         return ArgumentPiece(at + 1, "<", "")
 
     def _in_json_string(self, text: str, at: int) -> ArgumentPiece | None:
-        found = next((i for i in range(at, len(text)) if text[i] in '"\\'), len(text))
+        mark = IN_STRING.search(text, at)
+        found = len(text) if mark is None else mark.start()
         if found > at:
             return ArgumentPiece(found, text[at:found], "")
         if at == len(text):

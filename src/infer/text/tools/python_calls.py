@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from infer.text.tools.argument_text import BROKEN, WHOLE, ArgumentPiece, in_json
+from infer.text.tools.argument_text import BROKEN, WHOLE, ArgumentPiece, in_json, read_tokens
 from infer.text.tools.call import ToolCall, arguments_of, made_call
 
 MAX_DEPTH = 64
@@ -62,22 +62,14 @@ class PythonText:
 
     def read(self, text: str, *, end: bool) -> ArgumentPiece:
         """See `ArgumentText`. `text` begins behind the call's opening bracket."""
-        pieces, at = list[str](), 0
+        begun = ""
         if not self._stack:
             self._stack.append("call")
-            pieces.append("{")
-        while True:
-            step = self._step(text, at, end)
-            if step is None:
-                return ArgumentPiece(len(text) if end else at, "".join(pieces))
-            at = step.size
-            pieces.append(step.json)
-            if step.state:
-                return ArgumentPiece(at, "".join(pieces), step.state)
+            begun = "{"
+        return read_tokens(self._step, text, end, begun)
 
     def _step(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
-        """One token from `at`; its `size` is where it ends, its `state` is "" within arguments.
-        None: it is not complete."""
+        """See `read_tokens`."""
         if self._quote:
             return self._in_string(text, at, end)
         begin, at = at, _SPACE.match(text, at).end()  # type: ignore[union-attr]

@@ -24,7 +24,8 @@ Rendered = dict[str, Any]
 """`{"text": the prompt}`, `{"problem": a sentence}`, or `{"exceeds": a limit of the process}`"""
 
 _TOO_LARGE: Rendered = {"exceeds": "memory"}
-_CANNOT = "the model's chat template cannot render these messages"
+CANNOT = "the model's chat template cannot render these messages"
+"""Beginning of the sentence about a rendering that has failed."""
 
 
 class _TemplateRefusal(TemplateError):
@@ -110,9 +111,9 @@ class TemplateRenderer:
             # The messages of these errors name a field or an operation of the template. They do
             # not reveal anything of the server.
             if isinstance(error, (UndefinedError, SecurityError, TypeError)):
-                return {"problem": f"{_CANNOT}: {error}"}
+                return {"problem": f"{CANNOT}: {error}"}
             kind = type(error).__name__
-            return {"problem": f"{_CANNOT} ({kind}); check their roles, order and fields"}
+            return {"problem": f"{CANNOT} ({kind}); check their roles, order and fields"}
 
     def _rendered(self, variables: Mapping[str, Any], max_chars: int) -> Rendered:
         pieces: list[str] = []
