@@ -29,6 +29,7 @@ from infer.kernels.linear import (
     NativeLinear,
     PackedLinear,
     instruction_set,
+    make_linear,
     onednn_has_bfloat16,
     weight_bytes,
 )
@@ -83,7 +84,7 @@ def kinds(
         if name == "onednn16" and not onednn_has_bfloat16():
             continue
         quantization = name if name.startswith("int") else None
-        each = 4.0 if name == "onednn32" else weight_bytes(quantization, torch.bfloat16)
+        each = 4.0 if name == "onednn32" else weight_bytes(quantization, torch.bfloat16, 1024)
         if name in NUMBERS:
             each = packed_bytes([name], 1024) / (PANEL * 1024)
         layers: list[Linear] = []
@@ -96,8 +97,7 @@ def kinds(
                 if name.startswith("onednn"):
                     layers.append(PackedLinear(weight if each == 4 else weight.bfloat16(), None))
                 else:
-                    bits = {"int8": 8, "int4": 4}.get(name, 16)
-                    layers.append(NativeLinear([weight.bfloat16()], bits=bits))
+                    layers.append(make_linear(weight.bfloat16(), quantization=quantization))
         found[name] = each * num_weights, layers
     return found
 

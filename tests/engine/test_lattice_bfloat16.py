@@ -19,7 +19,7 @@ from gguf import GGMLQuantizationType as Q
 
 from infer import LLM
 from infer.attention.cpu import obstacle
-from infer.kernels.linear import bfloat16_obstacle
+from infer.kernels.linear import bfloat16_obstacle, quantization_obstacle
 from infer.kernels.loader import (
     ISA_VARIABLE,
     available,
@@ -99,6 +99,8 @@ def alone(
 
 def result_of(kind: dict[str, Any]) -> Result:
     """What each request gets when nothing is batched or cached; skips what cannot run here."""
+    if kind.get("dtype") == "int4" and (reason := quantization_obstacle("int4")):
+        pytest.skip(reason)
     with_int8 = kind.get("kv_cache_dtype") == "int8"
     if with_int8 and (reason := obstacle(64, torch.int8, torch.device("cpu"))):
         pytest.skip(reason)
@@ -166,12 +168,12 @@ def test_blocks_of_a_gguf_file_in_chunks_and_preempted(gguf_file: Path) -> None:
 def test_int8_and_int4_are_other_models_than_bfloat16() -> None:
     """Their log-probabilities are close but not equal, so the layers do compute in int8."""
     results = []
-    for dtype in ("auto", "int8", "int4"):
+    dtypes = [each for each in ("int8", "int4") if quantization_obstacle(each) is None]
+    for dtype in ("auto", *dtypes):
         with LLM(dtype=dtype, max_seq_len=512) as llm:
             one = params(0).replace(temperature=0.0, logprobs=0, max_tokens=1)
             output = llm.generate([PROMPTS[0]], one, use_tqdm=False)[0]
             assert output.logprobs is not None
             results.append(output.logprobs[0].logprob)
-    assert len(set(results)) == 3
-    assert results[0] == pytest.approx(results[1], abs=0.3)
-    assert results[0] == pytest.approx(results[2], abs=0.6)
+    assert len(set(results)) == len(results) > 1
+    assert results == pytest.approx([results[0]] * len(results), abs=0.3)

@@ -32,10 +32,11 @@ SHAPES = [  # outputs, inputs
     (96, 2048),
     (257, 1280),
 ]
+OF_32_INPUTS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 OF_32 = [(5, 32), (40, 96), (33, 352)]
 """Shapes for blocks of 32 inputs only."""
 CASES = [(kind, *shape) for kind in NUMBERS for shape in SHAPES]
-CASES += [(kind, *shape) for kind in ("Q4_0", "Q8_0") for shape in OF_32]
+CASES += [(kind, *shape) for kind in OF_32_INPUTS for shape in OF_32]
 ROWS = [*range(1, 41), 64, 65, 100, 257]
 
 

@@ -1,4 +1,4 @@
-"""Tests of int8 and int4 weights and of fused operations: correct, and equal in any batch."""
+"""Tests of int8 weights and of fused operations: correct, and equal in any batch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make(
         monkeypatch.setattr(linear, "onednn_is_exact", lambda: False)
     if request.param.startswith("onednn"):
         return Int8Linear
-    return lambda weight, *rest, bits=8: NativeLinear([weight], *rest, bits=bits)
+    return lambda weight, *rest: NativeLinear([weight], *rest, bits=8)
 
 
 @pytest.mark.parametrize(("k", "n"), SHAPES)
@@ -93,56 +93,8 @@ def test_int8_without_a_rotation(num_rows: int) -> None:
     torch.testing.assert_close(found, exact, rtol=1e-6, atol=1e-6)
 
 
-def least_errors(weight: Tensor) -> Tensor:
-    """The squared error of int4 by its definition, for each 64 inputs of each row; [N, K / 64].
-
-    It is that of the best of four multiples: the one that covers the largest of the inputs, and the
-    three below it.
-    """
-    units = weight.unflatten(1, (-1, 64)) / (weight.abs().amax(1) / 120)[:, None, None]
-    first = (units.abs().amax(2) / 7.5 - 1e-5).ceil()
-    least = torch.full(units.shape[:2], torch.inf, dtype=torch.float64)
-    for multiple in range(1, 17):
-        n = (units / multiple).round().clamp(-8, 7)
-        error = (n * multiple - units).square().sum(2)
-        allowed = (multiple <= first) & (multiple > first - 4)
-        least = torch.where(allowed, torch.minimum(error, least), least)
-    return least
-
-
-@pytest.mark.parametrize(("k", "n"), [(64, 2), (128, 258), (576, 96), (2048, 160)])
-@pytest.mark.parametrize("seed", [0, 59])  # 59: a group whose multiple is almost an integer
-def test_int4_is_int8_with_fewer_numbers(make: Make, k: int, n: int, seed: int) -> None:
-    sizes = torch.rand((n, 1 + k // 64), generator=torch.Generator().manual_seed(seed))
-    weight = (random(n, k) * (0.1 + sizes.repeat_interleave(64, 1)[:, :k])).bfloat16()
-    layer = make(weight, None, Fusion(float_out=True), bits=4)
-    spread = turned(weight)
-    scales = spread.abs().amax(1) / 120
-    units = layer(turned(torch.eye(k)).bfloat16()).double().T / scales[:, None]
-    w = units.round()
-    assert (units - w).abs().max() < (0.5 if make is Int8Linear else 1e-3)  # bfloat16's rounding
-    groups = w.unflatten(1, (-1, 64))
-    possible = torch.zeros(groups.shape[:2], dtype=torch.bool)
-    for multiple in range(1, 17):
-        quotient = groups / multiple
-        fits = (quotient == quotient.round()) & (quotient >= -8) & (quotient <= 7)
-        possible |= fits.all(2)
-    assert possible.all()
-    error = (groups - (spread / scales[:, None]).unflatten(1, (-1, 64))).square().sum(2)
-    assert (error <= least_errors(spread) * 1.001 + 1e-3).all()
-
-    x = random(40, k, seed=1)
-    a, a_scales = quantized(turned(x))
-    exact = (a @ w.T) * a_scales * scales
-    edges = 4 * w.abs().sum(1) * a_scales * scales / k  # a number halfway between steps
-    difference = (layer(x).double() - exact).abs()
-    assert (difference <= 2**-8 * exact.abs() + edges + 1e-6).all()
-    assert (difference <= 2**-8 * exact.abs() + 1e-5).float().mean() > 0.9
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_whole_numbers_rows_keep_to_themselves(make: Make, bits: int) -> None:
-    layer, x = make(random(258, 200), bits=bits), random(400, 200, seed=1)
+def test_whole_numbers_rows_keep_to_themselves(make: Make) -> None:
+    layer, x = make(random(258, 200)), random(400, 200, seed=1)
     alone = torch.cat([layer(row[None]) for row in x])
     for threads in (1, 2):
         torch.set_num_threads(threads)
@@ -261,22 +213,18 @@ def test_a_gate_far_from_zero() -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("sizes", [[5, 11, 40], [64, 16, 16], [1, 1, 30, 32]])
 @pytest.mark.parametrize("gate", [None, "silu"])
-def test_parts_of_whole_numbers_are_one_weight(
-    bits: int, sizes: list[int], gate: str | None
-) -> None:
+def test_parts_of_whole_numbers_are_one_weight(sizes: list[int], gate: str | None) -> None:
     weight, x = random(sum(sizes), 200), random(70, 200, seed=1)
     fusion = Fusion(gate=gate)
-    whole = NativeLinear([weight], None, fusion, bits=bits)(x)
-    assert torch.equal(NativeLinear(weight.split(sizes), None, fusion, bits=bits)(x), whole)
+    whole = NativeLinear([weight], None, fusion, bits=8)(x)
+    assert torch.equal(NativeLinear(weight.split(sizes), None, fusion, bits=8)(x), whole)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("k", [200, 1100])
 def test_all_instruction_sets_agree_in_whole_numbers(
-    bits: int, k: int, ask_for: Callable[[str], None]
+    k: int, ask_for: Callable[[str], None]
 ) -> None:
     """Packed weights and results have the same bits, and so have the norm, the bias and the sum."""
     sets = loader.instruction_sets()
@@ -287,7 +235,7 @@ def test_all_instruction_sets_agree_in_whole_numbers(
     for isa in sets:
         ask_for(isa)
         layers.append(
-            NativeLinear([random(258, k)], random(258, seed=2), Fusion(norm=norm), bits=bits)
+            NativeLinear([random(258, k)], random(258, seed=2), Fusion(norm=norm), bits=8)
         )
     for num_rows in (1, 2, 3, 4, 6, 7, 12, 14, 15, 33, 35, 300):
         x, residual = random(num_rows, k, seed=num_rows), random(num_rows, 258, seed=7)
@@ -297,16 +245,13 @@ def test_all_instruction_sets_agree_in_whole_numbers(
             assert torch.equal(other(x, residual), wanted), (isa, num_rows)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_whole_numbers_are_held_where_they_are_asked_for(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_whole_numbers_are_held_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(linear.VARIABLE, raising=False)
     weight, x = random(20, 48), random(3, 48, seed=1)
-    best = make_linear(weight.split([8, 12]), quantization=name)
+    best = make_linear(weight.split([8, 12]), quantization="int8")
     assert isinstance(best, Int8Linear if linear.native_obstacle() else NativeLinear)
     monkeypatch.setenv(linear.VARIABLE, "onednn")
-    other = make_linear(weight.split([8, 12]), quantization=name)
+    other = make_linear(weight.split([8, 12]), quantization="int8")
     assert isinstance(other, Int8Linear)
     torch.testing.assert_close(best(x), other(x), rtol=0.02, atol=0.1)
     assert batch_invariance_problem([best, other]) is None

@@ -41,7 +41,8 @@ CASES: dict[str, tuple[str, Q, Q | None, dict[str, Any]]] = {
     "Q4_K, as Q4_K_M": ("llama", Q.Q4_K, Q.Q6_K, {}),
     "Q5_K, tied": ("llama", Q.Q5_K, None, {"tie_word_embeddings": True}),
     "Q6_K": ("qwen3", Q.Q6_K, Q.F16, {"head_dim": 64}),
-    "Q5_0, which is converted": ("qwen2", Q.Q5_0, None, {}),
+    "Q5_0": ("qwen2", Q.Q5_0, Q.Q5_0, {}),
+    "Q4_1 and Q5_1": ("llama", Q.Q4_1, Q.Q5_1, {}),
     "gemma3, tied": ("gemma3", Q.Q8_0, None, {"query_pre_attn_scalar": 24}),
 }
 
@@ -236,8 +237,8 @@ def test_parts_that_do_not_fit_are_refused(mixed: Path, tmp_path: Path) -> None:
         GGUFFile(paths[0])
 
 
-EXACT = (Q.Q5_0, Q.IQ4_NL, Q.Q3_K)
-ROUNDED = (Q.Q4_1, Q.Q5_1, Q.Q2_K, Q.IQ4_XS, Q.IQ2_XXS, Q.IQ2_XS, Q.IQ2_S, Q.IQ3_XXS, Q.IQ3_S,
+EXACT = (Q.IQ4_NL, Q.Q3_K)
+ROUNDED = (Q.Q2_K, Q.IQ4_XS, Q.IQ2_XXS, Q.IQ2_XS, Q.IQ2_S, Q.IQ3_XXS, Q.IQ3_S,
            Q.MXFP4)  # fmt: skip
 
 
@@ -279,7 +280,7 @@ def test_the_types_have_the_sizes_of_the_format() -> None:
 
 def test_parts_of_a_conversion_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of several parts has the numbers that it has as one."""
-    for kind in (Q.Q4_1, Q.Q5_0, Q.Q3_K, Q.IQ4_XS):
+    for kind in (Q.IQ4_NL, Q.Q3_K, Q.IQ4_XS):
         rows, stored = blocks((3, 1024), kind), KINDS[kind.name]
         held = str(held_kind(stored, 1024))
         whole, numbers_of_whole = as_held(rows, stored, held), numbers(rows, stored)

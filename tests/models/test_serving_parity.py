@@ -21,7 +21,7 @@ import torch
 
 from infer.errors import LoadError
 from infer.kernels.layer_stack import LayerStack
-from infer.kernels.linear import native_obstacle
+from infer.kernels.linear import native_obstacle, quantization_obstacle
 from infer.models.gguf_file import ARCHITECTURES as IN_GGUF_FILES
 from infer.models.registry import ARCHITECTURES
 from tests.support.checkpoints import FAMILIES, architecture_of, make_model, write_checkpoint
@@ -108,6 +108,9 @@ def test_bfloat16(pair: Pair, way: str, stacked: list[int]) -> None:
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", SERVING_WAYS)
 def test_quantized(pair: Pair, quantization: str, way: str, stacked: list[int]) -> None:
+    if reason := quantization_obstacle(quantization):
+        pytest.skip(reason)
+
     def make(**settings: Any) -> Bench:
         return Bench(pair.path, PAGE, torch.bfloat16, quantization=quantization, **settings)
 

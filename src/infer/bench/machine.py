@@ -189,7 +189,7 @@ def _layer(
 ) -> dict[str, Any]:
     """The rates of a layer of one shape at each number of rows, as medians over rotated weights."""
     width, height = shape
-    num_bytes = int(width * height * weight_bytes(held, dtype))
+    num_bytes = int(width * height * weight_bytes(held, dtype, width))
     copies = max(2, math.ceil(ROTATED_BYTES / num_bytes))
     weight = torch.randn(height, width, device=device).mul_(width**-0.5).to(dtype)
     # A layer on a GPU holds the tensor that it was given.

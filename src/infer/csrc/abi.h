@@ -89,7 +89,7 @@ long infer_linear_packed_bytes(long N, long K, int bits, int gate);
 long infer_blocks_panel_bytes(int type, long K);
 
 // A layer whose weight is to be written to `packed` by infer_linear_pack; bias [N] and norm [K] are copied and
-// may be null. bits: 16, 8 or 4. rotated: whether int8 and int4 are those of rotated rows (linear.h). gate: 0, or 1 for SILU or 2 for GELU, then y has N / 2 columns. `blocks` [panels]:
+// may be null. bits: 16 or 8. rotated: whether int8 is that of rotated rows (linear.h). gate: 0, or 1 for SILU or 2 for GELU, then y has N / 2 columns. `blocks` [panels]:
 // types of the GGUF blocks in which each panel holds its weights, which are to be written by
 // infer_linear_pack_blocks to memory that is zero, panel after panel; bits is then 8. Null: no blocks. A panel is 32
 // columns, with a gate 16 of each half.
@@ -102,9 +102,14 @@ void infer_linear_free(void* layer);
 void infer_linear_pack(void* layer, const uint16_t* source, long rows, long stride, long column, int threads);
 
 // The same for rows of a GGUF file, `stride` bytes apart, in blocks of `type`. The panels that they come to must be of
-// that type, or of one that holds the same numbers: Q5_K for Q4_K, Q8_0 for Q4_0.
+// that type, or of one that holds the same numbers, such as Q5_K for Q4_K.
 void infer_linear_pack_blocks(void* layer, const uint8_t* source, int type, long rows, long stride, long column,
                               int threads);
+
+// Rows of a weight (bfloat16, `stride` elements apart) as rows of a GGUF file in blocks of `type`, Q4_K or Q4_1: y [rows,
+// bytes of a row]. Numbers that are not finite become blocks that are not.
+void infer_fit_blocks(int type, const uint16_t* source, long stride, long rows, long K, uint8_t* y, void* parallel,
+                      int threads);
 
 // Weights of some columns of a layer in blocks without a gate: y [count, K], bfloat16.
 void infer_linear_columns(void* layer, const int64_t* columns, long count, uint16_t* y, int threads);

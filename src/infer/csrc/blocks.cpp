@@ -3,6 +3,7 @@
 
 #include "blocks.h"
 
+#include "isa/dispatch.h"
 #include "linear.h"
 
 namespace {
@@ -35,6 +36,25 @@ void read_q4_0(const uint8_t* from, Block& to) {
     to.codes[i] = from[2 + i] & 15;
     to.codes[i + 16] = from[2 + i] >> 4;
   }
+}
+
+// A minimum is subtracted here and added in files.
+constexpr uint16_t SIGN = 0x8000;
+
+void read_q4_1(const uint8_t* from, Block& to) {
+  read_q4_0(from + 2, to);
+  to.scale = read_half(from), to.minimum = read_half(from + 2) ^ SIGN;
+}
+
+void read_q5_0(const uint8_t* from, Block& to) {
+  read_q4_0(from + 4, to);
+  to.scale = read_half(from);
+  for (int i = 0; i < 32; ++i) to.codes[i] |= (uint8_t)((from[2 + i / 8] >> i % 8 & 1) << 4);
+}
+
+void read_q5_1(const uint8_t* from, Block& to) {
+  read_q5_0(from + 2, to);
+  to.scale = read_half(from), to.minimum = read_half(from + 2) ^ SIGN;
 }
 
 void read_q8_0(const uint8_t* from, Block& to) {
@@ -82,6 +102,9 @@ void read_q6_k(const uint8_t* from, Block& to) {
 void read_block(BlockType type, const uint8_t* from, Block& to) {
   switch (type) {
     case BlockType::Q4_0: return read_q4_0(from, to);
+    case BlockType::Q4_1: return read_q4_1(from, to);
+    case BlockType::Q5_0: return read_q5_0(from, to);
+    case BlockType::Q5_1: return read_q5_1(from, to);
     case BlockType::Q8_0: return read_q8_0(from, to);
     case BlockType::Q4_K: return read_q4_k(from, to);
     case BlockType::Q5_K: return read_q5_k(from, to);
@@ -167,6 +190,7 @@ void put_column(const BlockFormat& format, char* unit, Place place, const Block&
 void put_half_step(const BlockFormat& format, char* step, Place place, Block& block, long input, int more) {
   const long group = input / 32 % 2;
   std::memcpy(step + (group * 32 + place.index()) * 2, &block.scale, 2);
+  if (format.has_minima) std::memcpy(step + ((2 + group) * 32 + place.index()) * 2, &block.minimum, 2);
   for (int i = 0; i < 32; ++i) block.codes[i] = (uint8_t)(block.codes[i] + more);
   put_codes(format, (uint8_t*)step + format.multiple_bytes(), place, block.codes, group * 8, group * 8 + 8);
 }
@@ -220,6 +244,7 @@ void read_column(const Layer& layer, long column, uint16_t* to) {
       float a, b = 0.f;
       if (format.has_halves) {
         a = float_of(read_half(at + (group * 32 + index) * 2));
+        if (format.has_minima) b = float_of(read_half(at + ((groups + group) * 32 + index) * 2));
       } else {
         const uint8_t multiple = at[group * 32 + index];
         a = float_of(read_half(unit + index * 2)) * (float)(format.has_minima ? multiple : (int8_t)multiple);
@@ -229,6 +254,21 @@ void read_column(const Layer& layer, long column, uint16_t* to) {
       to[k + i] = narrowed(a * (float)(code - offset) - b);
     }
   }
+}
+
+struct Fitting {  // rows of bfloat16 that become rows of a file
+  BlockType type;
+  const uint16_t* source;
+  long stride, rows, K, row_bytes;
+  uint8_t* to;
+  std::atomic<long> next{0};
+};
+
+void fit_rows(void* data) {
+  Fitting& f = *(Fitting*)data;
+  const auto fit_row = best_isa().linear->fit_row;
+  for (long row; (row = f.next.fetch_add(1)) < f.rows;)
+    fit_row(f.type, f.source + row * f.stride, f.K, f.to + row * f.row_bytes);
 }
 
 struct Reading {
@@ -260,6 +300,13 @@ void infer_linear_pack_blocks(void* handle, const uint8_t* source, int type, lon
   BlockPacking packing{
       layer, (BlockType)type, source, rows, stride, column, layer.gate ? 0 : first, layer.gate ? layer.panels : end};
   run_threads(layer.parallel, pack_block_panels, &packing, threads);
+}
+
+void infer_fit_blocks(int type, const uint16_t* source, long stride, long rows, long K, uint8_t* to, void* parallel,
+                      int threads) {
+  const BlockFormat& format = *block_format((BlockType)type);
+  Fitting fitting{(BlockType)type, source, stride, rows, K, ceil_div(K, format.file_inputs) * format.file_bytes, to};
+  run_threads((Parallel)parallel, fit_rows, &fitting, threads);
 }
 
 void infer_linear_columns(void* handle, const int64_t* columns, long count, uint16_t* to, int threads) {

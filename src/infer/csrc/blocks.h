@@ -3,9 +3,10 @@
 //
 // A weight is a · (u - offset) - b, where u is a code without a sign of 4, 5, 6 or 8 bits:
 //
-//   Q8_0, Q4_0   a: float16 of each 32 inputs                          b: 0               offset 128, 8
-//   Q4_K, Q5_K   a: float16 of 256 inputs × 6 bits of each 32          b: likewise        offset 0
-//   Q6_K         a: float16 of 256 inputs × 8 bits (signed) of 16      b: 0               offset 32
+//   Q8_0, Q5_0, Q4_0   a: float16 of each 32 inputs                          b: 0         offset 128, 16, 8
+//   Q5_1, Q4_1         a: float16 of each 32 inputs                          b: likewise  offset 0
+//   Q4_K, Q5_K         a: float16 of 256 inputs × 6 bits of each 32          b: likewise  offset 0
+//   Q6_K               a: float16 of 256 inputs × 8 bits (signed) of 16      b: 0         offset 32
 //
 // The layout: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has that of files. Here a panel of 32
 // columns is a sequence of units of 64 or 256 inputs. A unit begins with what its columns have once (a's and b's
@@ -23,7 +24,17 @@
 namespace linear {
 
 // A type of blocks, under its number in GGUF files.
-enum class BlockType : int { NONE = -1, Q4_0 = 2, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+enum class BlockType : int {
+  NONE = -1,
+  Q4_0 = 2,
+  Q4_1 = 3,
+  Q5_0 = 6,
+  Q5_1 = 7,
+  Q8_0 = 8,
+  Q4_K = 12,
+  Q5_K = 13,
+  Q6_K = 14
+};
 
 struct BlockFormat {
   BlockType type;
@@ -45,9 +56,10 @@ struct BlockFormat {
 };
 
 constexpr BlockFormat BLOCK_FORMATS[] = {
-    {BlockType::Q4_0, 4, 3, 32, true, false, 32, 18},    {BlockType::Q8_0, 8, 7, 32, true, false, 32, 34},
-    {BlockType::Q4_K, 4, -1, 32, false, true, 256, 144}, {BlockType::Q5_K, 5, -1, 32, false, true, 256, 176},
-    {BlockType::Q6_K, 6, 5, 16, false, false, 256, 210},
+    {BlockType::Q4_0, 4, 3, 32, true, false, 32, 18},    {BlockType::Q4_1, 4, -1, 32, true, true, 32, 20},
+    {BlockType::Q5_0, 5, 4, 32, true, false, 32, 22},    {BlockType::Q5_1, 5, -1, 32, true, true, 32, 24},
+    {BlockType::Q8_0, 8, 7, 32, true, false, 32, 34},    {BlockType::Q4_K, 4, -1, 32, false, true, 256, 144},
+    {BlockType::Q5_K, 5, -1, 32, false, true, 256, 176}, {BlockType::Q6_K, 6, 5, 16, false, false, 256, 210},
 };
 
 constexpr const BlockFormat* block_format(BlockType type) {

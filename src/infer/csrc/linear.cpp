@@ -105,12 +105,10 @@ void infer_linear(void* handle, const uint16_t* x, long x_stride, const uint16_t
     c.x_stride = x_stride;
     c.groups = ceil_div(c.M, SIDE);
     c.format = layer.kernels->row_format(layer, c.M);
-    const size_t eights = c.nibbles() ? round_to_line(c.M * layer.steps * (long)sizeof(int32_t)) : 0;
     const size_t blocks = layer.panel_blocks ? (size_t)(c.M * layer.steps * 2) * sizeof(RowGroup) : 0;
     const size_t rows = (size_t)(c.groups * layer.steps * SIDE * c.row_bytes());
-    c.row_scales = (float*)memory.reserve(MOST_ROWS * sizeof(float) + eights + round_to_line((long)blocks) + rows);
-    c.eights = (int32_t*)(c.row_scales + MOST_ROWS);
-    c.row_groups = (RowGroup*)((char*)c.eights + eights);
+    c.row_scales = (float*)memory.reserve(MOST_ROWS * sizeof(float) + round_to_line((long)blocks) + rows);
+    c.row_groups = (RowGroup*)(c.row_scales + MOST_ROWS);
     c.packed = (char*)c.row_groups + round_to_line((long)blocks);
     c.num_packs = ceil_div(c.M, 16) * (16 / PACK_ROWS);
     c.row_blocks = ceil_div(c.groups, BLOCK_GROUPS);

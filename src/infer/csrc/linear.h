@@ -1,6 +1,6 @@
 // Linear layers: what the driver (linear.cpp) and the kernels of each instruction set share.
 //
-// y = g(n(x) Wᵀ + b) + r in bfloat16, with weights in bfloat16, int8 or int4. n: RMSNorm or nothing; g: two
+// y = g(n(x) Wᵀ + b) + r in bfloat16, with weights in bfloat16, int8 or blocks. n: RMSNorm or nothing; g: two
 // columns become one, as the gate of an MLP wants it, or nothing; r: a residual or nothing.
 //
 // Shape letters: M rows, N columns of the product, K inputs; x [M, K], W [N, K], b [N].
@@ -18,18 +18,14 @@
 // products stay what they are. A few inputs of real models are tens of times larger than the others, which then have
 // few steps of the row's scale; rotated ones are of one size.
 //
-// int4: a weight is scale · multiple · (n - 8), n in 0 … 15, with a scale for each row of W and a multiple in
-// 1 … 16 for each 64 inputs of it. multiple · (n - 8) is an int8 number, so everything behind the unpacking is
-// int8's, exact sums included.
-//
-// Blocks of GGUF files (blocks.h): each 32 numbers of a row of n(x) have a scale of their own. The sum of 32 (16)
-// products of whole numbers is exact in int32; it is multiplied by the row's scale and the weight's and added in
-// float32, in the order of K, with one rounding of each. So all instruction sets give the same bits.
+// Blocks of GGUF files (blocks.h), in which int4 is held, too (block_fit.h): each 32 numbers of a row of n(x) have a
+// scale of their own. The sum of 32 (16) products of whole numbers is exact in int32; it is multiplied by the row's
+// scale and the weight's and added in float32, in the order of K, with one rounding of each. So all instruction sets
+// give the same bits.
 //
 // W is packed once, in one layout for all instruction sets. A panel is 32 columns; in it, for every 64 bytes of
 // inputs (a step), two tiles of 16 columns, in each 16 lines of 16 columns × 4 bytes: a panel is read in one
-// sweep. In int4 the two tiles share theirs, low halves of bytes and high ones, and a panel begins with its
-// multiples, 32 for each step. With a gate, one tile holds columns of the first half of W, the other theirs of
+// sweep. With a gate, one tile holds columns of the first half of W, the other theirs of
 // the second. x is packed at every call, rows in groups of 32, a group's rows of a step together, because rows
 // read at x's own stride would fall into few sets of the cache.
 #pragma once
@@ -74,6 +70,7 @@ struct Kernels {    // of an instruction set
   void (*pack_weight)(void* packing);
   void (*compute)(void* call);
   RowFormat (*row_format)(const Layer& layer, long M);
+  void (*fit_row)(BlockType type, const uint16_t* row, long K, uint8_t* to);  // to blocks of 4 bits
 };
 
 struct Layer {  // what does not change between calls
@@ -90,24 +87,21 @@ struct Layer {  // what does not change between calls
   Parallel parallel;
 
   bool whole() const { return bits < 16 && !panel_blocks; }  // whether sums are whole numbers
-  long step_bytes() const { return bits == 4 ? TILE : 2 * TILE; }
-  long head_bytes() const { return bits == 4 ? ceil_div(steps * SIDE, 64) * 64 : 0; }
-  long panel_bytes() const { return head_bytes() + steps * step_bytes(); }
+  long panel_bytes() const { return steps * 2 * TILE; }
   char* start_of(long panel) const {
     return weight + (panel_blocks ? panel_blocks[panel].offset : panel * panel_bytes());
   }
   long lines(long panel) const {  // of a step, 64 bytes each
-    if (!panel_blocks) return step_bytes() / 64;
+    if (!panel_blocks) return 2 * TILE / 64;
     const BlockFormat& format = *panel_blocks[panel].format;
     return ceil_div(format.unit_bytes(), format.unit_steps() * 64);
   }
-  char* multiples(long panel, long step) const { return weight + panel * panel_bytes() + step * SIDE; }
   char* tiles(long panel, long step) const {
     if (panel_blocks) {
       const BlockFormat& format = *panel_blocks[panel].format;
       return start_of(panel) + step / format.unit_steps() * format.unit_bytes();
     }
-    return weight + panel * panel_bytes() + head_bytes() + step * step_bytes();
+    return weight + panel * panel_bytes() + step * 2 * TILE;
   }
 };
 
@@ -125,13 +119,10 @@ struct Call {  // some rows of one product
   char* packed = nullptr;          // x
   float* row_scales = nullptr;     // int8
   RowGroup* row_groups = nullptr;  // blocks: [rows, 2 · steps]
-  int32_t* eights = nullptr;       // nibbles: [rows, steps], -8 · the sum of a row's numbers in a step
   long groups = 0, row_blocks = 0, item_panels = 0, num_items = 0, num_packs = 0;
   std::atomic<long> next_pack{0}, done_packs{0}, next_item{0};
 
   explicit Call(const Layer& of) : layer(of) {}
-  // int4 is multiplied as it is, by signed bytes.
-  bool nibbles() const { return layer.bits == 4 && format == RowFormat::BYTES && !layer.kernels->tiles; }
   long row_bytes() const { return format == RowFormat::FLOATS || format == RowFormat::WORDS ? 128 : 64; }
   int tiles_in(long group) const { return M - group * SIDE > 16 ? 2 : 1; }
   long rows_in(long group) const { return std::min<long>(SIDE, M - group * SIDE); }

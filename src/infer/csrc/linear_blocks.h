@@ -134,6 +134,7 @@ struct Blocks {
       if constexpr (F.has_minima) b = load(from + GROUPS * SIDE);
     } else if constexpr (F.has_halves) {
       a = half_floats(step + (group * SIDE + at) * 2);
+      if constexpr (F.has_minima) b = half_floats(step + ((GROUPS + group) * SIDE + at) * 2);
     } else {
       a = half_floats(unit + at * 2) * float_lanes(widen_bytes(step + group * SIDE + at));
       if constexpr (F.has_minima)
@@ -365,6 +366,9 @@ template <bool UNPACKED>
 MultiplyBlocks product_of_blocks(BlockType type, int rows) {
   switch (type) {
     case BlockType::Q4_0: return blocks_of_rows<BlockType::Q4_0, UNPACKED>(rows);
+    case BlockType::Q4_1: return blocks_of_rows<BlockType::Q4_1, UNPACKED>(rows);
+    case BlockType::Q5_0: return blocks_of_rows<BlockType::Q5_0, UNPACKED>(rows);
+    case BlockType::Q5_1: return blocks_of_rows<BlockType::Q5_1, UNPACKED>(rows);
     case BlockType::Q4_K: return blocks_of_rows<BlockType::Q4_K, UNPACKED>(rows);
     case BlockType::Q5_K: return blocks_of_rows<BlockType::Q5_K, UNPACKED>(rows);
     case BlockType::Q6_K: return blocks_of_rows<BlockType::Q6_K, UNPACKED>(rows);
@@ -382,6 +386,9 @@ const char* unpack_blocks(const Layer& layer, long panel, long first, long steps
   const char* from = layer.tiles(panel, first);
   switch (layer.panel_blocks[panel].format->type) {
     case BlockType::Q4_0: Blocks<BlockType::Q4_0>::unpack(from, steps, to); break;
+    case BlockType::Q4_1: Blocks<BlockType::Q4_1>::unpack(from, steps, to); break;
+    case BlockType::Q5_0: Blocks<BlockType::Q5_0>::unpack(from, steps, to); break;
+    case BlockType::Q5_1: Blocks<BlockType::Q5_1>::unpack(from, steps, to); break;
     case BlockType::Q4_K: Blocks<BlockType::Q4_K>::unpack(from, steps, to); break;
     case BlockType::Q5_K: Blocks<BlockType::Q5_K>::unpack(from, steps, to); break;
     default: Blocks<BlockType::Q6_K>::unpack(from, steps, to); break;

@@ -2,6 +2,7 @@
 // instruction set. An isa/*.cpp includes it.
 #pragma once
 
+#include "block_fit.h"
 #include "isa/vectors.h"
 #include "linear.h"
 
@@ -9,60 +10,19 @@ namespace linear {
 namespace {
 
 constexpr uint32_t INFINITE = 0x7f800000;
+constexpr float TOP = 127.f;
 
 struct Scale {  // of numbers that become whole ones
   float scale, inverse;
-  INLINE explicit Scale(I16 magnitudes, float top = 127.f) {  // `top`: what the largest becomes
+  INLINE explicit Scale(I16 magnitudes) {  // the largest becomes 127
     const uint32_t bits = greatest_magnitude(magnitudes);
     float largest;
     std::memcpy(&largest, &bits, 4);
     // What is not finite stays so: its numbers are lost, its scale makes NaN of them.
-    scale = bits < INFINITE ? largest / top : std::nanf("");
-    inverse = bits && bits < INFINITE ? top / largest : 0.f;
+    scale = bits < INFINITE ? largest / TOP : std::nanf("");
+    inverse = bits && bits < INFINITE ? TOP / largest : 0.f;
   }
 };
-
-constexpr float MOST_MULTIPLE = 16.f, TOP4 = 7.5f * MOST_MULTIPLE;
-
-INLINE F16 quantized4(F16 x, float inverse) {  // whole numbers, -8 … 7
-  return least16(most16(nearest16(x * splat(inverse)), splat(-8.f)), splat(7.f));
-}
-
-// Of the multiple of a column's scale that takes in the largest of 64 weights, and those below it,
-// which cut that one off and divide the others more finely: the one with the least squared error.
-INLINE float best_multiple(const float* numbers, const Scale& column) {
-  F16 x[4];
-  I16 most = zeros16();
-  for (int i = 0; i < 4; ++i) {
-    x[i] = load16(numbers + i * 16);
-    most = greater_magnitude(most, magnitude(x[i]));
-  }
-  const uint32_t bits = greatest_magnitude(most);
-  float largest;
-  std::memcpy(&largest, &bits, 4);
-  largest = largest * column.inverse / 7.5f;
-  // 8 may have become 8.000001; also if NaN.
-  largest = largest > 1.f ? std::min(std::ceil(largest - 1e-5f), MOST_MULTIPLE) : 1.f;
-  float best = largest, least = INFINITY;
-  for (float multiple = largest; multiple >= 1.f && multiple > largest - 4.f; --multiple) {
-    F16 sum = splat(0.f);
-    for (int i = 0; i < 4; ++i) {
-      const F16 whole = quantized4(x[i], column.inverse / multiple);
-      const F16 error = negated_fma(whole, splat(column.scale * multiple), x[i]);
-      sum = fma(error, error, sum);
-    }
-    const float error = sum16(sum);
-    if (error < least) least = error, best = multiple;
-  }
-  return best;
-}
-
-// Some steps of a panel in int8; returns `to`.
-[[maybe_unused]] const char* unpack_some(const Layer& layer, long panel, long first, long steps, char* to) {
-  for (long step = 0; step < steps; ++step)
-    unpack_nibbles(layer.tiles(panel, first + step), layer.multiples(panel, first + step), to + step * 2 * TILE);
-  return to;
-}
 
 // 64 numbers times the matrix of Hadamard in Sylvester's order: sums and differences of numbers 1, 2, 4, 8, 16 and 32
 // apart. A number that is much larger than the others spreads over all 64.
@@ -96,21 +56,16 @@ INLINE void put_line(const Layer& layer, const uint16_t* row, const float* numbe
                      char* line) {
   if (!layer.whole()) return copy32(line, row + step * 32, layer.K - step * 32);
   Halves part[2] = {load_halves(numbers + step * 64), load_halves(numbers + step * 64 + 32)};
-  for (Halves& own : part) {
-    if (layer.bits == 8)
-      own = own.times(splat(inverse));
-    else
-      own = {quantized4(own.even, inverse) + splat(8.f), quantized4(own.odd, inverse) + splat(8.f)};
-  }
+  for (Halves& own : part) own = own.times(splat(inverse));
   put_bytes64(line, part[0], part[1], 0);
 }
 
 // The columns of half a panel that come from a source, and their scales.
 struct HalfPanel {
   uint32_t lanes = 0;
-  long first = 0;               // the source's row of lane 0
-  std::vector<float> inverses;  // [steps, 16]
-  std::vector<float> numbers;   // [16, steps · 64], of int8 and int4
+  long first = 0;  // the source's row of lane 0
+  float inverses[16] = {};
+  std::vector<float> numbers;  // [16, steps · 64], of int8
 };
 
 HalfPanel scale_half(const Packing& p, long panel, int half) {
@@ -119,7 +74,6 @@ HalfPanel scale_half(const Packing& p, long panel, int half) {
   const long column_end = layer.gate ? (half + 1) * layer.width : layer.N;
   HalfPanel found;
   found.first = column - p.column;
-  found.inverses.resize((size_t)(16 * layer.steps));
   if (layer.whole()) found.numbers.resize((size_t)(16 * layer.steps * 64));
   for (int i = 0; i < 16; ++i) {
     if (found.first + i < 0 || found.first + i >= p.rows || column + i >= column_end) continue;
@@ -135,16 +89,9 @@ HalfPanel scale_half(const Packing& p, long panel, int half) {
       store_step(numbers + step * 64, part[0], part[1]);
       most = greatest_of(greatest_of(most, part[0]), part[1]);
     }
-    const Scale scale(most, layer.bits == 8 ? 127.f : TOP4);
+    const Scale scale(most);
     layer.scales[panel * SIDE + half * 16 + i] = scale.scale / (layer.rotated ? ROTATED_TWICE : 1.f);
-    for (long step = 0; step < layer.steps; ++step) {
-      float multiple = 1.f;
-      if (layer.bits == 4) {
-        multiple = best_multiple(numbers + step * 64, scale);
-        layer.multiples(panel, step)[half * 16 + i] = (char)multiple;
-      }
-      found.inverses[(size_t)(step * 16 + i)] = scale.inverse / multiple;
-    }
+    found.inverses[i] = scale.inverse;
   }
   return found;
 }
@@ -160,20 +107,14 @@ void pack_panel(const Packing& p, long panel) {
       for (int i = 0; i < 16; ++i)
         if (own.lanes >> i & 1)
           put_line(layer, p.source + (own.first + i) * p.stride, own.numbers.data() + i * layer.steps * 64, step,
-                   own.inverses[(size_t)(step * 16 + i)], (char*)square[i]);
-      uint32_t* to = (uint32_t*)(layer.tiles(panel, step) + (layer.bits == 4 ? 0 : half * TILE));
-      const bool all = own.lanes == 0xffff && layer.bits >= 8;
+                   own.inverses[i], (char*)square[i]);
+      uint32_t* to = (uint32_t*)(layer.tiles(panel, step) + half * TILE);
+      const bool all = own.lanes == 0xffff;
       for (int part = 0; all && part < 16; ++part, to += 16)
         for (int i = 0; i < 16; ++i) to[i] = square[i][part];
       for (int part = 0; !all && part < 16; ++part, to += 16)
-        for (int i = 0; i < 16; ++i) {
-          if (!(own.lanes >> i & 1)) continue;
-          const uint32_t four = square[i][part];
-          if (layer.bits < 8)
-            to[i] = half ? (four << 4) | (to[i] & 0x0f0f0f0f) : four | (to[i] & 0xf0f0f0f0);
-          else
-            to[i] = four;
-        }
+        for (int i = 0; i < 16; ++i)
+          if (own.lanes >> i & 1) to[i] = square[i][part];
     }
   }
 }
@@ -181,10 +122,8 @@ void pack_panel(const Packing& p, long panel) {
 // Unsigned bytes are 128 too large, and a column's sum begins at what that will have added.
 void begin_sums(const Layer& layer, long panel) {
   int32_t sums[SIDE] = {};
-  alignas(64) char unpacked[2 * TILE];
   for (long step = 0; step < layer.steps; ++step) {
     const char* from = layer.tiles(panel, step);
-    if (layer.bits == 4) unpack_nibbles(from, layer.multiples(panel, step), unpacked), from = unpacked;
     for (int i = 0; i < 2 * TILE; ++i) sums[i / TILE * 16 + i % 64 / 4] += (signed char)from[i];
   }
   for (int i = 0; i < SIDE; ++i) layer.starts[panel * SIDE + i] = -128 * sums[i];
@@ -257,7 +196,6 @@ void pack_some_rows(const Call& c, long first) {
       const auto half = [&](int i) { return load_halves(read + r * numbers + step * 64 + i * 32).times(by[r]); };
       if constexpr (FORMAT == RowFormat::BYTES || FORMAT == RowFormat::UNSIGNED_BYTES) {
         put_bytes64(to, half(0), half(1), FORMAT == RowFormat::BYTES ? 0 : (char)0x80);
-        if (c.nibbles()) c.eights[(first + r) * layer.steps + step] = -8 * sum_of_bytes64(to);
       } else if constexpr (FORMAT == RowFormat::WORDS) {
         for (int i = 0; i < 2; ++i) {
           const Halves own = half(i);

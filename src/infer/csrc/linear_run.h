@@ -46,7 +46,7 @@ void compute(void* data) {
   for (Waiting waiting; c.done_packs.load() < c.num_packs;) waiting.once();
   const ProductState state(c);
   float* sums = (float*)own;
-  char* unpacked = own + sum_bytes;  // int4, blocks
+  char* unpacked = own + sum_bytes;  // blocks
   for (long following; item < c.num_items; item = following) {
     following = c.next_item.fetch_add(1);
     const long panel = item / c.row_blocks * c.item_panels, part = item % c.row_blocks;

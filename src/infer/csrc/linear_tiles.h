@@ -7,8 +7,6 @@
 namespace linear {
 namespace {
 
-constexpr long LEAD = 2, RING = 4;  // steps of int4 that are unpacked ahead, and that are kept
-
 struct PrefetchStream {  // lines that are asked for in each step
   const char* next;
   long lines;
@@ -20,7 +18,7 @@ void pack_these_rows(const Call& c, long item) { pack_rows(c, item); }
 
 void pack_weight(void* packing);
 void compute(void* call);
-const Kernels KERNELS{true, false, SLICE, ITEM_PANELS, 0, pack_weight, compute, row_format};
+const Kernels KERNELS{true, false, SLICE, ITEM_PANELS, 0, pack_weight, compute, row_format, fit_row};
 
 class ProductState {  // the shape of the tiles
  public:
@@ -44,11 +42,10 @@ class ProductState {  // the shape of the tiles
 };
 
 // sums (= or +=) a group × a panel over some steps; meanwhile prefetches lines from `next` on, with
-// TURN from step `turn` on from `elsewhere` on. int4 is unpacked into `ring`, two steps ahead, so that
-// it is done beside the products and in the cache when its turn comes.
+// TURN from step `turn` on from `elsewhere` on.
 template <int BITS, int ROWS, bool FIRST, bool TURN>
 void multiply(const char* a, const char* b, long steps, float* sums, const char* next, long lines, long turn = 0,
-              const char* elsewhere = nullptr, const char* multiples = nullptr, char* ring = nullptr) {
+              const char* elsewhere = nullptr) {
 #define PRODUCT(to, from, by)   \
   if (BITS < 16)                \
     _tile_dpbssd(to, from, by); \
@@ -70,15 +67,7 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
       _tile_loadd(3, sums + 768, 64);
     }
   }
-  const char* packed = b;
-  const auto unpack_step = [&](long step) {
-    if (BITS != 4 || step >= steps) return;
-    unpack_nibbles(packed + step * TILE, multiples + step * SIDE, ring + step % RING * 2 * TILE);
-    FENCE();
-  };
-  for (long step = 0; step < LEAD; ++step) unpack_step(step);
   for (long step = 0; step < steps; ++step) {
-    if (BITS == 4) b = ring + step % RING * 2 * TILE;
     if (TURN && step == turn) next = elsewhere;
     for (long i = 0; i < lines; ++i) _mm_prefetch(next + i * 64, _MM_HINT_T1);
     next += lines * 64;
@@ -96,7 +85,6 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
     }
     a += ROWS * TILE;
     b += 2 * TILE;
-    unpack_step(step + LEAD);
   }
   _tile_stored(0, sums, 64);
   _tile_stored(1, sums + 256, 64);
@@ -108,9 +96,7 @@ void multiply(const char* a, const char* b, long steps, float* sums, const char*
 #undef PRODUCT
 }
 
-const char* unpacked_panel(const Call& c, long panel, long k, long steps, char* to) {
-  return c.layer.bits == 4 ? unpack_some(c.layer, panel, k, steps, to) : c.layer.tiles(panel, k);
-}
+const char* unpacked_panel(const Call& c, long panel, long k, long, char*) { return c.layer.tiles(panel, k); }
 
 void multiply_panel(const Call& c, long group, const char* b, long, long k, long steps, float* sums, PrefetchStream one,
                     PrefetchStream) {
@@ -120,25 +106,24 @@ void multiply_panel(const Call& c, long group, const char* b, long, long k, long
       {{multiply<8, 1, false, false>, multiply<8, 1, true, false>},
        {multiply<8, 2, false, false>, multiply<8, 2, true, false>}}};
   KINDS[c.layer.whole()][c.tiles_in(group) - 1][k == 0](c.tiles(group, k), b, steps, sums, one.next, one.lines, 0,
-                                                        nullptr, nullptr, nullptr);
+                                                        nullptr);
 }
 
 // One group: W is read once from end to end, each panel's sums stay in the tiles. The prefetch goes
 // on to the panels that this thread takes next; those behind `end` may be another's.
-void sweep(const Call& c, long begin, long end, const char* following, float* sums, char* ring) {
-  constexpr decltype(&multiply<16, 1, true, true>) KINDS[3][2] = {
+void sweep(const Call& c, long begin, long end, const char* following, float* sums, char*) {
+  constexpr decltype(&multiply<16, 1, true, true>) KINDS[2][2] = {
       {multiply<16, 1, true, true>, multiply<16, 2, true, true>},
-      {multiply<8, 1, true, true>, multiply<8, 2, true, true>},
-      {multiply<4, 1, true, true>, multiply<4, 2, true, true>}};
+      {multiply<8, 1, true, true>, multiply<8, 2, true, true>}};
   const Layer& layer = c.layer;
-  const auto product = KINDS[16 / layer.bits / 2][c.tiles_in(0) - 1];
-  const char* last = layer.multiples(end, 0);  // where panel `end` begins
-  const long lines = ceil_div(layer.panel_bytes(), layer.steps * 64);
+  const auto product = KINDS[layer.whole()][c.tiles_in(0) - 1];
+  const char* last = layer.tiles(end, 0);
+  const long lines = 2 * TILE / 64;
   for (long panel = begin; panel < end; ++panel) {
     const char* b = layer.tiles(panel, 0);
     const bool behind = b + LEAD_BYTES > last;
     product(c.packed, b, layer.steps, sums, behind ? following + (b + LEAD_BYTES - last) : b + LEAD_BYTES, lines,
-            behind ? -1 : (last - b - LEAD_BYTES) / (lines * 64), following, layer.multiples(panel, 0), ring);
+            behind ? -1 : (last - b - LEAD_BYTES) / (lines * 64), following);
     finish(c, sums, 0, 0, panel, panel + 1);
   }
 }

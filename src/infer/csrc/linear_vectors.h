@@ -9,10 +9,8 @@
 //              2 rows and 2 columns (i8mm); else as numbers of 16 bits, in pairs, whose sums of 32
 //              bits are exact. Few rows of AVX2 and AVX-512 are multiplied as bytes: without signs, which move to the
 //              row's numbers, so two products fit 16 bits (2 · 128 · 127 < 2¹⁵), as 255 · 127 would not.
-//   int4       as n in 0 … 15, sums beginning at -8 times the row's numbers; the multiple comes in when a step is
-//              done. Without VNNI sums of 8 lines fit 16 bits (16 · 15 · 127 < 2¹⁵).
 //
-// All ways of int8 and int4 have the same sums.
+// All ways of int8 have the same sums.
 #pragma once
 
 #include "linear_finish.h"
@@ -29,7 +27,6 @@ struct PrefetchStream {  // asks for a line 16 times a step and goes on by so ma
 constexpr int WHOLE_PANEL = SIDE / W;       // vectors
 constexpr int SOME = W < 8 ? 4 : 2;         // vectors of a pass: 16 columns or 32
 constexpr int PASSES = WHOLE_PANEL / SOME;  // over a panel, of rows that are not few
-constexpr int PAIRED = SOME / 2 * W;        // columns of each half of a panel in a pass over int4
 
 INLINE float* place(float* sums, long row, int half) {  // as tiles leave them
   return sums + (row >> 4) * 512 + half * 256 + (row & 15) * 16;
@@ -277,92 +274,7 @@ struct Magnitudes {
 #endif
 #endif
 
-// A step's sums in int4 → the sums of before and theirs times the multiples.
-template <int R, int C>
-INLINE void add_multiplied(const vb (&sum)[R][C], float* sums, long row, const char* multiples) {
-#pragma GCC unroll 4
-  for (int v = 0; v < C; ++v) {  // vector v: half v % 2, of block v / 2 in it
-    const vb by = widen_bytes(multiples + v % 2 * 16 + v / 2 * W);
-#pragma GCC unroll 14
-    for (int r = 0; r < R; ++r) {
-      float* to = place(sums, row + r, v % 2) + v / 2 * W;
-      store_bytes(to, add_lanes(load_bytes(to), multiply_lanes(sum[r][v], by)));
-    }
-  }
-}
-
-// A vector of bytes has numbers of columns of both halves of a panel, so the vectors of a pass are pairs of these.
-template <int C>
-INLINE void load_nibbles(const char* from, vb (&line)[C]) {
-#pragma GCC unroll 2
-  for (int v = 0; v < C; v += 2) {
-    const vb both = load_bytes(from + v / 2 * W * 4);
-    line[v] = low_nibbles(both);
-    line[v + 1] = high_nibbles(both);
-  }
-}
-
-// int4; rows are BYTES.
-struct Nibbles {
-  template <int R, int C>
-  static void multiply(const char* a, long a_step, const char* b, long steps, float* sums, long row,
-                       const int32_t* eights, long eights_stride, const char* multiples, bool first,
-                       PrefetchStream stream) {
-    for (int r = 0; first && r < R; ++r)
-      for (int v = 0; v < C; ++v) store_bytes(place(sums, row + r, v % 2) + v / 2 * W, no_bytes());
-    for (long step = 0; step < steps; ++step, a += a_step, b += TILE, multiples += SIDE) {
-      vb sum[R][C];
-#pragma GCC unroll 14
-      for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-        for (int v = 0; v < C; ++v) sum[r][v] = lanes_of(eights[r * eights_stride + step]);
-#ifdef HAS_BYTE_PRODUCTS
-#pragma GCC unroll 2
-      for (long i = 0; i < 64; i += 4, stream.next += stream.lines * 4) {
-        ask<R>(stream.next);
-        vb line[C];
-        load_nibbles(b + i * 16, line);
-#pragma GCC unroll 14
-        for (int r = 0; r < R; ++r) {
-          const vb x = four_bytes(a + r * 64 + i);
-#pragma GCC unroll 4
-          for (int v = 0; v < C; ++v) add_products(sum[r][v], line[v], x);
-        }
-      }
-#else
-      const vb ones = word_ones();
-#pragma GCC unroll 1
-      for (long part = 0; part < 64; part += 32) {  // 8 lines: as many as 16 bits hold
-        vb words[R][C];
-#pragma GCC unroll 14
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-          for (int v = 0; v < C; ++v) words[r][v] = no_bytes();
-#pragma GCC unroll 2
-        for (long i = part; i < part + 32; i += 4, stream.next += stream.lines * 4) {
-          ask<R>(stream.next);
-          vb line[C];
-          load_nibbles(b + i * 16, line);
-#pragma GCC unroll 14
-          for (int r = 0; r < R; ++r) {
-            const vb x = four_bytes(a + r * 64 + i);
-#pragma GCC unroll 4
-            for (int v = 0; v < C; ++v) words[r][v] = add_words(words[r][v], pairs_of_bytes(line[v], x));
-          }
-        }
-#pragma GCC unroll 14
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-          for (int v = 0; v < C; ++v) sum[r][v] = add_lanes(sum[r][v], pair_products(words[r][v], ones));
-      }
-#endif
-      add_multiplied<R, C>(sum, sums, row, multiples);
-    }
-  }
-};
-
 using Multiply = decltype(&Widened::multiply<1, SOME, false>);
-using MultiplyNibbles = decltype(&Nibbles::multiply<1, SOME>);
 
 // The product for some number of rows; `few`: of a whole panel.
 #define FOR_SO_MANY(rows, CALL) \
@@ -391,11 +303,6 @@ Multiply of_rows(long rows) {
   FOR_SO_MANY(rows, CALL)
 #undef CALL
 }
-[[maybe_unused]] MultiplyNibbles nibbles_of_rows(long rows) {
-#define CALL(R) return Nibbles::multiply<(R < NIBBLE_ROWS ? R : NIBBLE_ROWS), SOME>
-  FOR_SO_MANY(rows, CALL)
-#undef CALL
-}
 #undef FOR_SO_MANY
 
 template <class Product, bool FIRST>
@@ -403,10 +310,6 @@ template <class Product, bool FIRST>
   return rows == 1 ? Product::template multiply<1, WHOLE_PANEL, FIRST>
                    : Product::template multiply<2, WHOLE_PANEL, FIRST>;
 }
-[[maybe_unused]] MultiplyNibbles nibbles_of_few_rows(long rows) {
-  return rows == 1 ? Nibbles::multiply<1, WHOLE_PANEL> : Nibbles::multiply<2, WHOLE_PANEL>;
-}
-
 bool is_few(long rows) { return FEW_VECTOR_ROWS && rows <= FEW_VECTOR_ROWS; }
 
 template <bool FIRST>
@@ -438,10 +341,10 @@ RowFormat row_format(const Layer& layer, long M) {
 #if defined(HAS_SIGNED_PRODUCTS)
   if (layer.panel_blocks || layer.whole()) return RowFormat::BYTES;
 #elif defined(HAS_BYTE_PRODUCTS)
-  if (layer.panel_blocks || (layer.bits == 4 && M <= VECTOR_ROWS)) return RowFormat::BYTES;
+  if (layer.panel_blocks) return RowFormat::BYTES;
   if (layer.whole()) return RowFormat::UNSIGNED_BYTES;
 #else
-  if (layer.panel_blocks || layer.bits == 4 || (layer.whole() && is_few(M))) return RowFormat::BYTES;
+  if (layer.panel_blocks || (layer.whole() && is_few(M))) return RowFormat::BYTES;
   if (layer.whole()) return RowFormat::WORDS;
 #endif
 #ifdef HAS_BFLOAT16
@@ -465,12 +368,12 @@ void compute(void* call);
 // take twice the room. With 8 lanes a pass over a slice and its rows fit the L1 cache: at 1,024 rows
 // bfloat16 gains 8 %, int8 1 %.
 constexpr long BLOCK_STEPS = W == 16 ? 2 * SLICE : W == 8 ? SLICE / 2 : SLICE;
-const Kernels KERNELS{false, HAS_STARTS, BLOCK_STEPS, ITEM_PANELS / 4, VECTOR_ROWS, pack_weight, compute, row_format};
+const Kernels KERNELS{false,       HAS_STARTS, BLOCK_STEPS, ITEM_PANELS / 4, VECTOR_ROWS,
+                      pack_weight, compute,    row_format,  fit_row};
 
 // Some steps of a panel as `multiply_panel` wants them; `to`: memory for them.
 const char* unpacked_panel(const Call& c, long panel, long k, long steps, char* to) {
   if (is_unpacked(c, panel)) return unpack_blocks(c.layer, panel, k, steps, to);
-  if (c.layer.bits == 4 && !c.nibbles()) return unpack_some(c.layer, panel, k, steps, to);
   return c.layer.tiles(panel, k);
 }
 
@@ -481,22 +384,16 @@ void multiply_panel(const Call& c, long group, const char* b, long panel, long k
   if (layer.panel_blocks) return multiply_blocks(c, group, b, panel, k, steps, sums, one, two);
   const long rows = c.rows_in(group), row_bytes = c.row_bytes();
   const bool few = is_few(rows) && c.format != RowFormat::WORDS;
-  const long parts = few ? 1 : ceil_div(rows, c.nibbles() ? NIBBLE_ROWS : VECTOR_ROWS), passes = few ? 1 : PASSES;
+  const long parts = few ? 1 : ceil_div(rows, VECTOR_ROWS), passes = few ? 1 : PASSES;
   const int32_t* start = layer.starts ? layer.starts + panel * SIDE : nullptr;
   one.lines = ceil_div(one.lines, parts * passes), two.lines = ceil_div(two.lines, parts * passes);
   for (long pass = 0; pass < passes; ++pass)
     for (long part = 0; part < parts; ++part) {
       const long row = rows * part / parts, count = rows * (part + 1) / parts - row;
       const char* a = c.tiles(group, k) + row * row_bytes;
-      if (c.nibbles())
-        (few ? nibbles_of_few_rows : nibbles_of_rows)(count)(
-            a, c.step_bytes(group), b + pass * PAIRED * 4, steps, sums + pass * PAIRED, row,
-            c.eights + (group * SIDE + row) * layer.steps + k, layer.steps, layer.multiples(panel, k) + pass * PAIRED,
-            k == 0, one);
-      else
-        (k ? product_for<false> : product_for<true>)(layer, few, count)(a, c.step_bytes(group), b + pass * TILE, steps,
-                                                                        sums + pass * 256, row,
-                                                                        start ? start + pass * 16 : nullptr, one, two);
+      (k ? product_for<false> : product_for<true>)(layer, few, count)(a, c.step_bytes(group), b + pass * TILE, steps,
+                                                                      sums + pass * 256, row,
+                                                                      start ? start + pass * 16 : nullptr, one, two);
       one.next += steps * one.lines * 64, two.next += steps * two.lines * 64;
     }
 }

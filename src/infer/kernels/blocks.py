@@ -16,11 +16,23 @@ import torch
 
 from infer.kernels import loader
 
-NUMBERS = {"Q4_0": 2, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
+NUMBERS = {
+    **{"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8},
+    **{"Q4_K": 12, "Q5_K": 13, "Q6_K": 14},
+}
 """Number in GGUF files of each type of blocks that linear layers can hold, by its name."""
+_FITTED = {"Q4_K": (256, 144), "Q4_1": (32, 20)}
+"""Number of inputs and of bytes of a block, of the types that `fitted` makes."""
 PANEL = 32
 """Number of outputs in a panel; with a gate there are 16 of each half."""
-_WIDER = {frozenset(("Q4_K", "Q5_K")): "Q5_K", frozenset(("Q4_0", "Q8_0")): "Q8_0"}
+_WIDER = {
+    frozenset(("Q4_K", "Q5_K")): "Q5_K",
+    frozenset(("Q4_1", "Q5_1")): "Q5_1",
+    frozenset(("Q4_0", "Q5_0")): "Q5_0",
+    frozenset(("Q4_0", "Q8_0")): "Q8_0",
+    frozenset(("Q5_0", "Q8_0")): "Q8_0",
+    frozenset(("Q4_0", "Q5_0", "Q8_0")): "Q8_0",
+}
 """Types of which one can hold the numbers of the other without rounding."""
 
 
@@ -44,6 +56,38 @@ class BlockWeight:
         """The bytes of the rows as a tensor, for a digest of a model's weights."""
         assert self.rows is not None
         return torch.from_numpy(self.rows[:: max(1, len(self.rows) // 64)].copy())
+
+
+def fitted_kind(width: int) -> str:
+    """The type of the blocks that `fitted` makes of rows with `width` inputs.
+
+    Blocks of Q4_K take 4.5 bits for a weight and hold 256 inputs; those of Q4_1 5 bits and 32.
+    """
+    return "Q4_1" if width % _FITTED["Q4_K"][0] else "Q4_K"
+
+
+def fitted_bytes(width: int) -> float:
+    """The size of a weight in such blocks, in bytes."""
+    inputs, num_bytes = _FITTED[fitted_kind(width)]
+    return num_bytes / inputs
+
+
+def fitted(weight: torch.Tensor) -> BlockWeight:
+    """A weight [out, in], bfloat16, in blocks of 4 bits.
+
+    Each 32 inputs have a scale and a minimum with the least squared error of many
+    (csrc/block_fit.h). A block with a number that is not finite is not finite.
+    """
+    assert weight.dtype == torch.bfloat16
+    count, width = weight.shape
+    inputs, num_bytes = _FITTED[kind := fitted_kind(width)]
+    source = weight if weight.stride(1) == 1 else weight.contiguous()
+    rows = np.empty((count, -(-width // inputs) * num_bytes), dtype=np.uint8)
+    loader.loaded().infer_fit_blocks(
+        *(NUMBERS[kind], source.data_ptr(), source.stride(0), count, width, rows.ctypes.data),
+        *(loader.parallel(), torch.get_num_threads()),
+    )
+    return BlockWeight(kind, (count, width), rows)
 
 
 def panel_kinds(weights: Sequence[BlockWeight], *, gated: bool) -> list[str] | None:

@@ -3,13 +3,12 @@
 `make_linear` makes the layers of all models. The original weight may be freed afterwards. A weight
 is held in the dtype of the activations, in int8 or in int4. In int8 each output has one scale, and
 each row of activations has one scale that is computed with the row; the sum of products is an exact
-integer. Weights and activations are rotated before (`rotated`, and csrc/linear.h on why). In int4 a
-weight is n · multiple · scale. n is an integer from -8 to 7, and each 64 inputs share an integer
-multiple from 1 to 16. n · multiple is an int8 number, so everything else is as in int8. A weight
-may also be given in the blocks of a GGUF file (`kernels.blocks`), which are kept.
+integer. Weights and activations are rotated before (`rotated`, and csrc/linear.h on why). A weight
+may also be given in the blocks of a GGUF file (`kernels.blocks`), which are kept. int4 makes such
+blocks of 4 bits of the weight itself (`kernels.blocks.fitted`).
 
 Whether a row's result is the same, bit for bit, for every number of rows depends on the class. It
-is by construction in `NativeLinear` (bfloat16, int8 and int4 in C++: csrc/linear.h), in
+is by construction in `NativeLinear` (bfloat16, int8 and blocks in C++: csrc/linear.h), in
 `Int8Linear` and in `CudaInt8Linear`. It was observed to be in `PackedLinear` (oneDNN), except
 in bfloat16 with AMX, where oneDNN divides a sum differently for different numbers of rows. It is
 not in `PlainLinear` (`F.linear`). `kernels.invariance` checks it for a model on this machine.
@@ -31,16 +30,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels import cuda, loader
-from infer.kernels.blocks import NUMBERS, BlockWeight, numbers_of, packed_bytes, panel_kinds
+from infer.kernels.blocks import (
+    NUMBERS,
+    BlockWeight,
+    fitted,
+    fitted_bytes,
+    numbers_of,
+    packed_bytes,
+    panel_kinds,
+)
 
-BITS = {"int8": 8, "int4": 4}
-"""Number of bits of a weight, by the name of its quantization."""
-GROUP_INPUTS = 64
-"""Number of inputs that share a multiple in int4."""
 ROTATED_INPUTS = 64
-"""Number of inputs that are rotated together in int8 and int4."""
-MOST_MULTIPLE = 16
-"""Maximum of the multiples in int4."""
+"""Number of inputs that are rotated together in int8."""
 
 _ROWS_AT_A_TIME = 4096
 """Number of a weight's rows that are quantized together on a GPU: as float32 they take memory."""
@@ -297,24 +298,17 @@ class PackedLinear(_Composed):
 class Int8Linear(_Composed):
     """A layer with its weight in int8 in oneDNN's layout, where `NativeLinear` cannot be used.
 
-    Weights in int4 are held in int8 here, so they save no memory. Activations are shifted to
-    unsigned numbers, because oneDNN is thousands of times slower with signed ones. On a CPU without
-    VNNI oneDNN's sums of two products may overflow 16 bits. There a row is computed as two rows,
-    u = 2 · (u >> 1) + (u & 1), whose products all fit.
+    Activations are shifted to unsigned numbers, because oneDNN is thousands of times slower with
+    signed ones. On a CPU without VNNI oneDNN's sums of two products may overflow 16 bits. There a
+    row is computed as two rows, u = 2 · (u >> 1) + (u & 1), whose products all fit.
     """
 
     def __init__(
-        self,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        fusion: Fusion = PRODUCT_ONLY,
-        *,
-        bits: int = 8,
+        self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = PRODUCT_ONLY
     ) -> None:
-        """`weight`: [out, in], or [2 out, in] with a gate; `bits`: 8, or 4 for int4."""
+        """`weight`: [out, in], or [2 out, in] with a gate; `bias`: [out] or [2 out]."""
         super().__init__(weight, bias, fusion)
-        weight = rotated(weight)
-        whole, scales = _quantized(weight) if bits == 8 else _quantized4(weight)
+        whole, scales = _quantized(rotated(weight))
         self._scales = scales.squeeze(1)
         self._weight = torch.ops.onednn.qlinear_prepack(whole.to(torch.int8), None)
         self._zeros = torch.zeros(len(weight), dtype=torch.int64)
@@ -362,11 +356,15 @@ def onednn_is_exact() -> bool:
     return True
 
 
-def quantization_obstacle() -> str | None:
+def quantization_obstacle(quantization: str) -> str | None:
     """The reason why weights cannot be held in int8 or int4 on this CPU; None if they can."""
-    if native_obstacle() is None or _has_onednn("onednn", "qlinear_pointwise"):
+    if (reason := native_obstacle()) is None:
         return None
-    return f"torch has no oneDNN, and the package's own kernels do not run: {native_obstacle()}"
+    if quantization == "int4":
+        return f"the package's own kernels do not run: {reason}"
+    if _has_onednn("onednn", "qlinear_pointwise"):
+        return None
+    return f"torch has no oneDNN, and the package's own kernels do not run: {reason}"
 
 
 def bfloat16_obstacle() -> str | None:
@@ -438,27 +436,6 @@ def _quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (wide * inverse).nan_to_num_(0.0).round_(), scales
 
 
-def _quantized4(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [R, n] in int4, as n · multiple: ([R, n] integers, [R, 1] scales).
-
-    Each 64 inputs get the multiple with the least squared error of four candidates.
-    """
-    count, width = rows.shape
-    wide = F.pad(rows.float(), (0, -width % GROUP_INPUTS)).view(count, -1, GROUP_INPUTS)
-    most = wide.abs().amax(dim=(1, 2), keepdim=True)
-    scales = torch.where(most.isfinite(), most / (7.5 * MOST_MULTIPLE), torch.nan)
-    units = torch.where(scales > 0, wide / scales, 0.0).nan_to_num_(0.0)
-    largest = (units.abs().amax(dim=2, keepdim=True) / 7.5 - 1e-5).ceil_().clamp_(1, MOST_MULTIPLE)
-    best, least = torch.zeros_like(wide), torch.full_like(largest, torch.inf)
-    for fewer in range(4):
-        multiple = (largest - fewer).clamp_(min=1)
-        whole = (units / multiple).round_().clamp_(-8, 7).mul_(multiple)
-        error = (whole - units).square_().sum(dim=2, keepdim=True)
-        best = torch.where(error < least, whole, best)
-        least = torch.minimum(error, least)
-    return best.flatten(1)[:, :width], scales.squeeze(1)
-
-
 class NativeLinear:
     """A layer by the C++ kernels (csrc/linear.h).
 
@@ -477,7 +454,7 @@ class NativeLinear:
     ) -> None:
         """`weights`: [out_i, in] bfloat16 each, or in blocks; their outputs are concatenated.
 
-        `bits`: a weight in bfloat16 is held in 16, 8 or 4 bits. `rotated`: whether 8 and 4 bits are
+        `bits`: a weight in bfloat16 is held in 16 or 8 bits. `rotated`: whether 8 bits are those
         of rotated rows; not for weights that were calibrated for one scale a row. `packed`: the
         memory of another layer in blocks with the same weights, whose rows are then not read.
         `RuntimeError` with the reason if the kernel cannot run, `ValueError` if a panel would hold
@@ -645,10 +622,11 @@ def products(dtype: torch.dtype, quantization: str | None, block_kinds: Sequence
     `dtype`: of the activations; `quantization`: int8, int4 or None; `block_kinds`: types of the
     GGUF blocks in which weights are held.
     """
-    if block_kinds:
+    if block_kinds or (quantization == "int4" and native_obstacle() is None):
         isa = instruction_set()
         isa = BFLOAT16_SETS[1] if isa == BFLOAT16_SETS[0] else isa  # blocks do not suit tiles
-        return f"native, {isa}, in the file's own {', '.join(block_kinds)}"
+        held = f"the file's own {', '.join(block_kinds)}" if block_kinds else "blocks of 4 bits"
+        return f"native, {isa}, in {held}"
     if dtype != torch.bfloat16 or (reason := native_obstacle()) is not None:
         reason = bfloat16_obstacle() if dtype == torch.float32 else native_obstacle()
         return f"torch's products in {str(dtype).removeprefix('torch.')}" + (
@@ -668,14 +646,14 @@ def of_head(quantization: str | None) -> str | None:
     return "int8" if quantization == "int4" else quantization
 
 
-def weight_bytes(quantization: str | None, dtype: torch.dtype) -> float:
-    """The size of one weight in memory on this machine, in bytes.
+def weight_bytes(quantization: str | None, dtype: torch.dtype, width: int) -> float:
+    """The size of one weight of a layer with `width` inputs in memory on this machine, in bytes.
 
-    `quantization`: int8, int4 or None; `dtype`: of weights that are not quantized. int4 takes one
-    more byte per 64 weights.
+    `quantization`: int8, int4 or None; `dtype`: of activations, and of weights that are not
+    quantized.
     """
-    if quantization == "int4" and native_obstacle() is None:
-        return 0.5 + 1 / GROUP_INPUTS
+    if quantization == "int4":
+        return fitted_bytes(width) if dtype == torch.bfloat16 else dtype.itemsize
     return 1.0 if quantization else dtype.itemsize
 
 
@@ -683,7 +661,10 @@ def held_bytes(layers: Iterable[Linear], head: Linear, quantization: str | None)
     """The size in bytes of all weights of `layers` in memory; `head` is one of the layers."""
     ways = {False: quantization, True: of_head(quantization)}
     return int(
-        sum(each.num_weights * weight_bytes(ways[each is head], each.dtype) for each in layers)
+        sum(
+            each.num_weights * weight_bytes(ways[each is head], each.dtype, each.in_features)
+            for each in layers
+        )
     )
 
 
@@ -716,6 +697,11 @@ def one_more(weight: Tensor) -> Tensor:
     return weight.to(torch.float32, copy=True).add_(1.0)
 
 
+def _numbers(weight: BlockWeight) -> Tensor:
+    """The numbers [out, in] of a weight in blocks, bfloat16."""
+    return NativeLinear([weight]).columns(torch.arange(weight.shape[0]))
+
+
 def make_linear(
     weight: Tensor | BlockWeight | Sequence[Tensor] | Sequence[BlockWeight],
     bias: Tensor | None = None,
@@ -736,12 +722,17 @@ def make_linear(
         return PlannedBlocks(blocks, fusion)
     if blocks:
         return NativeLinear(blocks, bias, fusion)
-    bits = 16 if quantization is None else BITS[quantization]
-    if parts[0].is_cpu and parts[0].dtype == torch.bfloat16 and native_obstacle() is None:
-        return NativeLinear(parts, bias, fusion, bits=bits)
+    is_narrow = parts[0].dtype == torch.bfloat16
+    if quantization == "int4" and parts[0].is_cpu:
+        parts_in_blocks = [fitted(part.bfloat16()) for part in parts]
+        if is_narrow:
+            return NativeLinear(parts_in_blocks, bias, fusion)
+        parts = [_numbers(part).to(parts[0].dtype) for part in parts_in_blocks]
+    elif parts[0].is_cpu and is_narrow and native_obstacle() is None:
+        return NativeLinear(parts, bias, fusion, bits=8 if quantization else 16)
     whole = joined(parts)
-    if quantization and whole.device.type == "cpu":
-        return Int8Linear(whole, bias, fusion, bits=bits)
+    if quantization == "int8" and whole.device.type == "cpu":
+        return Int8Linear(whole, bias, fusion)
     if quantization == "int8" and whole.is_cuda:
         return CudaInt8Linear(whole, bias, fusion)
     if whole.is_cuda and cuda.obstacle(whole.device) is None:

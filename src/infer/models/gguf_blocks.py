@@ -1,7 +1,7 @@
 """Conversion of the tensor types of GGUF files: to float32, and to those that linear layers hold.
 
-Q8_0, Q4_0, Q4_K, Q5_K and Q6_K are held as they are. Q5_0 and IQ4_NL become Q8_0 and Q3_K becomes
-Q6_K, which hold the same numbers. The numbers of every other quantised type are rounded to Q8_0: in
+The types of `kernels.blocks` are held as they are. IQ4_NL becomes Q8_0 and Q3_K becomes Q6_K,
+which hold the same numbers. The numbers of every other quantised type are rounded to Q8_0: in
 each 32 numbers to whole multiples of a 127th of the largest one, which is far less than what their
 own type has lost. Many blocks are converted at once, in parts that stay in the processor's caches.
 The `gguf` package decodes the rarer types; it is imported when it is needed.

@@ -189,16 +189,6 @@ INLINE void put_bytes64(char* to, Halves first, Halves second, char flip) {
   }
 }
 INLINE void put_words16(void* to, F16 x) { _mm256_storeu_si256((__m256i*)to, words16(whole16(x))); }
-INLINE int sum_of_bytes64(const char* from) {
-  const __m256i one = _mm256_set1_epi8(1), ones = _mm256_set1_epi16(1);
-  const __m256i a = _mm256_maddubs_epi16(one, _mm256_loadu_si256((const __m256i*)from));
-  const __m256i b = _mm256_maddubs_epi16(one, _mm256_loadu_si256((const __m256i*)(from + 32)));
-  const __m256i eight = _mm256_madd_epi16(_mm256_add_epi16(a, b), ones);
-  __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
-  four = _mm_add_epi32(four, _mm_shuffle_epi32(four, 0x4e));
-  return _mm_cvtsi128_si32(_mm_add_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
-}
-
 // The sums of 16 bytes with a sign, of 64 in all.
 INLINE void sums_of_16(const char* from, int32_t* to) {
   for (int i = 0; i < 4; ++i) {
@@ -263,14 +253,8 @@ INLINE void put_digits(uint8_t* high, uint8_t* low, I16 one, I16 two, I16 three,
 // ---- Bytes of weights, keys and values ---------------------------------------------------------
 
 using vb = __m256i;
-// Rows that are multiplied together by 2 vectors of columns, of int4, and by 4 vectors: sums and what meets fill 16
-// registers.
+// Rows that are multiplied together by 2 vectors of columns, and by 4: sums and what meets fill 16 registers.
 constexpr int VECTOR_ROWS = 6, FEW_VECTOR_ROWS = 2;
-#ifdef HAS_BYTE_PRODUCTS
-constexpr int NIBBLE_ROWS = 6;
-#else
-constexpr int NIBBLE_ROWS = 5;
-#endif
 INLINE vb load_bytes(const void* from) { return _mm256_loadu_si256((const __m256i*)from); }
 INLINE vb four_bytes(const void* from) {  // in every lane
   int four;
@@ -285,7 +269,6 @@ INLINE vb pair_products(vb words, vb others) { return _mm256_madd_epi16(words, o
 INLINE vb pairs_of_bytes(vb unsigned_bytes, vb bytes) { return _mm256_maddubs_epi16(unsigned_bytes, bytes); }
 INLINE vb add_lanes(vb a, vb b) { return _mm256_add_epi32(a, b); }
 INLINE vb add_words(vb a, vb b) { return _mm256_add_epi16(a, b); }
-INLINE vb multiply_lanes(vb a, vb b) { return _mm256_mullo_epi32(a, b); }
 INLINE vb low_nibbles(vb bytes) { return _mm256_and_si256(bytes, _mm256_set1_epi8(15)); }
 INLINE vb high_nibbles(vb bytes) { return _mm256_and_si256(_mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15)); }
 INLINE vb words_left(vb words, int by) { return _mm256_slli_epi16(words, by); }
@@ -337,21 +320,6 @@ INLINE void add_pair_products(vb& sums, vb words, vb others) {
   __asm__("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+v"(sums), "=&v"(pairs) : "v"(words), "v"(others));
 }
 #endif
-
-// A step's two tiles of int4 in int8. A product of 16 bits by a multiple is two of 8: nothing is carried.
-[[maybe_unused]] inline void unpack_nibbles(const char* from, const char* multiples, char* to) {
-  for (int block = 0; block < 4; ++block) {  // of 8 columns: 2 of a tile
-    const vb each = widen_bytes(multiples + block * 8);
-    const vb words = _mm256_or_si256(each, _mm256_slli_epi32(each, 16));
-    const vb bytes = _mm256_or_si256(words, _mm256_slli_epi16(words, 8));
-    const vb zero = _mm256_slli_epi16(bytes, 3);
-    for (long i = 0; i < 1024; i += 64) {
-      const vb both = load_bytes(from + i + block % 2 * 32);
-      const vb half = block < 2 ? low_nibbles(both) : high_nibbles(both);
-      store_bytes(to + block / 2 * 1024 + i + block % 2 * 32, _mm256_sub_epi8(_mm256_mullo_epi16(half, words), zero));
-    }
-  }
-}
 
 }  // namespace
 

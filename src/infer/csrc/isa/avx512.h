@@ -135,13 +135,6 @@ INLINE void put_bytes64(char* to, Halves first, Halves second, char flip) {
 INLINE void put_words16(void* to, F16 x) {
   _mm256_storeu_si256((__m256i*)to, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x)));
 }
-INLINE int sum_of_bytes64(const char* from) {
-  const __m512i bytes = _mm512_loadu_si512(from), ones = _mm512_set1_epi16(1);
-  const __m512i low = _mm512_cvtepi8_epi16(_mm512_castsi512_si256(bytes));
-  const __m512i high = _mm512_cvtepi8_epi16(_mm512_extracti64x4_epi64(bytes, 1));
-  return _mm512_reduce_add_epi32(_mm512_madd_epi16(_mm512_add_epi16(low, high), ones));
-}
-
 // The sums of 16 bytes with a sign, of 64 in all.
 INLINE void sums_of_16(const char* from, int32_t* to) {
   for (int i = 0; i < 4; ++i) {
@@ -207,7 +200,6 @@ constexpr int VECTOR_ROWS = 14;  // that are multiplied together: their sums and
 #else
 constexpr int VECTOR_ROWS = 12;
 #endif
-constexpr int NIBBLE_ROWS = VECTOR_ROWS;
 #ifdef HAS_BYTE_PRODUCTS
 constexpr int FEW_VECTOR_ROWS = 0;
 INLINE vb dot_bytes(vb sums, vb unsigned_bytes, vb bytes) { return _mm512_dpbusd_epi32(sums, unsigned_bytes, bytes); }
@@ -228,7 +220,6 @@ INLINE vb pair_products(vb words, vb others) { return _mm512_madd_epi16(words, o
 INLINE vb pairs_of_bytes(vb unsigned_bytes, vb bytes) { return _mm512_maddubs_epi16(unsigned_bytes, bytes); }
 INLINE vb add_lanes(vb a, vb b) { return _mm512_add_epi32(a, b); }
 INLINE vb add_words(vb a, vb b) { return _mm512_add_epi16(a, b); }
-INLINE vb multiply_lanes(vb a, vb b) { return _mm512_mullo_epi32(a, b); }
 INLINE vb low_nibbles(vb bytes) { return _mm512_and_si512(bytes, _mm512_set1_epi8(15)); }
 INLINE vb high_nibbles(vb bytes) { return _mm512_and_si512(_mm512_srli_epi16(bytes, 4), _mm512_set1_epi8(15)); }
 INLINE vb words_left(vb words, int by) { return _mm512_slli_epi16(words, (unsigned)by); }
@@ -269,27 +260,6 @@ INLINE void add_products(vb& sums, vb unsigned_bytes, const ByteOperand& bytes) 
 }
 INLINE void add_pair_products(vb& sums, vb words, vb others) { sums = add_lanes(sums, pair_products(words, others)); }
 #endif
-
-// A step's two tiles of int4 in int8. A product of 16 bits by a multiple is two of 8: nothing is carried.
-[[maybe_unused]] INLINE void unpack_nibbles(const char* from, const char* multiples, char* to) {
-  const __m512i spread = multiples_to_15(0x01010101);
-  const __m512i half = _mm512_set1_epi8(15);
-  __m512i by[2], zero[2];
-  for (int i = 0; i < 2; ++i) {
-    const __m128i sixteen = _mm_loadu_si128((const __m128i*)(multiples + i * 16));
-    const __m512i each = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(sixteen), spread);
-    by[i] = _mm512_and_si512(each, _mm512_set1_epi16(255));
-    zero[i] = _mm512_slli_epi16(each, 3);
-  }
-#pragma GCC unroll 4
-  for (long i = 0; i < 1024; i += 64) {
-    const __m512i both = _mm512_load_si512(from + i);
-    const __m512i low = _mm512_and_si512(both, half);
-    const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), half);
-    _mm512_store_si512(to + i, _mm512_sub_epi8(_mm512_mullo_epi16(low, by[0]), zero[0]));
-    _mm512_store_si512(to + 1024 + i, _mm512_sub_epi8(_mm512_mullo_epi16(high, by[1]), zero[1]));
-  }
-}
 
 }  // namespace
 

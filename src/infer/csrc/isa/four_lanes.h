@@ -200,11 +200,6 @@ INLINE void sums_of_16(const char* from, int32_t* to) {
     for (int j = 0; j < 16; ++j) to[i] += (signed char)from[i * 16 + j];
   }
 }
-INLINE int sum_of_bytes64(const char* from) {
-  int32_t sums[4];
-  sums_of_16(from, sums);
-  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
 
 // Sums and differences of lanes 1, 2, 4 or 8 apart; the upper lane of two has the difference.
 INLINE vf negated_where(vf x, vw sign_bits) { return (vf)((vw)x ^ sign_bits); }
@@ -265,7 +260,6 @@ INLINE vf lower_half(vf pairs) { return (vf)((vu)pairs << 16); }
 INLINE vf upper_half(vf pairs) { return (vf)((vu)pairs & 0xffff0000); }
 INLINE vb add_lanes(vb a, vb b) { return a + b; }
 INLINE vb subtract_lanes(vb a, vb b) { return a - b; }
-INLINE vb multiply_lanes(vb a, vb b) { return a * b; }
 INLINE vb times_256(vb lanes) { return lanes << 8; }
 INLINE vb lanes_left(vb lanes, int by) { return lanes << by; }
 INLINE vb words_left(vb words, int by) { return (vb)((vh)words << by); }
@@ -277,14 +271,6 @@ INLINE vb widen_bytes(const char* from) {  // W of them
   return vb{(signed char)from[0], (signed char)from[1], (signed char)from[2], (signed char)from[3]};
 }
 
-// A step's two tiles of int4 in int8.
-[[maybe_unused]] inline void unpack_nibbles(const char* from, const char* multiples, char* to) {
-  for (int i = 0; i < 1024; ++i) {
-    const int both = (unsigned char)from[i], column = i % 64 / 4;
-    to[i] = (char)((both % 16 - 8) * multiples[column]);
-    to[1024 + i] = (char)((both / 16 - 8) * multiples[16 + column]);
-  }
-}
 #undef EACH
 
 }  // namespace

@@ -17,7 +17,7 @@ typedef int8_t vc __attribute__((vector_size(16)));
 using vb = vw;
 constexpr int ROWS = 4, COLS = 4;
 // Rows that are multiplied together: their sums with 4 vectors and what meets in 32 registers.
-constexpr int VECTOR_ROWS = 6, FEW_VECTOR_ROWS = 0, NIBBLE_ROWS = 6;
+constexpr int VECTOR_ROWS = 6, FEW_VECTOR_ROWS = 0;
 
 INLINE vf fma(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
 INLINE vf vmax(vf a, vf b) { return (vf)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }

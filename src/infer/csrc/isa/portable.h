@@ -15,7 +15,7 @@ typedef uint16_t vuh __attribute__((vector_size(16)));
 typedef int8_t vc __attribute__((vector_size(16)));
 using vb = vw;
 constexpr int ROWS = 2, COLS = 2;
-constexpr int VECTOR_ROWS = 2, FEW_VECTOR_ROWS = 0, NIBBLE_ROWS = 2;  // that are multiplied together
+constexpr int VECTOR_ROWS = 2, FEW_VECTOR_ROWS = 0;  // that are multiplied together
 
 INLINE vf fma(vf a, vf b, vf c) { return a * b + c; }  // built without contraction
 INLINE vf vmax(vf a, vf b) { return a > b ? a : b; }

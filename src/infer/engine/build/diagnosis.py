@@ -155,12 +155,15 @@ def _dtype() -> Finding:
     formats = "int8 and int4 are possible"
     if native_obstacle() is None:
         formats += f"; GGUF files keep {', '.join(NUMBERS)}"
-    if reason := quantization_obstacle():
+    obstacles = {each: quantization_obstacle(each) for each in ("int8", "int4")}
+    if reason := obstacles["int8"]:
         formats = f"int8 and int4 are not possible: {reason}"
+    elif reason := obstacles["int4"]:
+        formats = f"int8 is possible, int4 is not: {reason}"
+    advice = "; ".join(_narrower(each) for each, reason in obstacles.items() if not reason)
     if reason := bfloat16_obstacle():
         state = f"float32, as bfloat16 is slower here: {reason}; {formats}"
-        return Finding("dtype", state, "" if quantization_obstacle() else _narrower("int8"))
-    advice = "" if quantization_obstacle() else f"{_narrower('int8')}; {_narrower('int4')}"
+        return Finding("dtype", state, advice)
     return Finding("dtype", f"bfloat16; {formats}", advice)
 
 

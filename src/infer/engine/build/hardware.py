@@ -98,7 +98,7 @@ def check_quantization(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError(
             setting, f"'int4' runs on CPUs, not on {device.type}; use int8, or device='cpu'"
         )
-    reason = quantization_obstacle() if device.type == "cpu" else cuda.obstacle(device)
+    reason = quantization_obstacle(quantization) if device.type == "cpu" else cuda.obstacle(device)
     if reason:
         raise ConfigError(
             setting, f"{quantization!r} is not possible here: {reason}; use dtype='auto'"
