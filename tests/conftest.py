@@ -2,6 +2,7 @@
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,30 @@ pytest.register_assert_rewrite("tests.support")
 
 # The models here are so small that a second thread only waits for the first one.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Where a test asks for more, those that wait do not take the cores of the tests beside it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+MAX_WORKERS = 5
+"""a worker has torch in its memory, and its tests start engines that have it too"""
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes share the files of tests (`-n auto`, which `pyproject.toml` sets): one
+    more than there are cores, as tests wait for processes and clocks a good part of their time.
+
+    Only this one (0) for a single file, for output that is to be seen at once (`-s`), for a test
+    that starts pytest, and for tests of other lanes, which want the whole machine.
+    """
+    files = [Path(str(arg).partition("::")[0]) for arg in config.args]
+    if (
+        "PYTEST_XDIST_WORKER" in os.environ
+        or "not slow" not in (config.getoption("markexpr") or "")
+        or config.getoption("capture") == "no"
+        or (len(set(files)) == 1 and files[0].is_file())
+    ):
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min((cores or 1) + 1, MAX_WORKERS)
 
 
 def pytest_configure(config: pytest.Config) -> None:

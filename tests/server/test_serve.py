@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -12,6 +13,7 @@ import textwrap
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +29,7 @@ from infer.engine.process.launch import FleetSettings
 from infer.errors import ConfigError
 from infer.server import serve
 from tests.support.doubles import make_hash_llm
+from tests.support.server_process import record
 from tests.support.serving import COMPLETIONS, completion_body, live
 
 ROOT = Path(__file__).parents[2]
@@ -309,6 +312,42 @@ def test_signals(drain_s: str, signals: list[int], num_tokens: int, last: bytes)
             assert ("(most recent call first)" in said) is (signal.SIGUSR1 in signals)
         finally:
             process.kill()
+
+
+def test_stacks_are_written_while_other_threads_work(tmp_path: Path) -> None:
+    """Each signal comes while other threads change their stacks, and ends nothing."""
+    script = SCRIPT.replace("step_s=0.01", "step_s=0.0")
+    body = completion_body(max_tokens=400, stream=True, ignore_eos=True)
+    with (
+        (tmp_path / "log").open("wb") as log,
+        subprocess.Popen(
+            [sys.executable, "-c", script, "0.2"], env=ENV, stdout=subprocess.PIPE, stderr=log
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            port = int(re.findall(rb":(\d+) ", process.stdout.readline())[0])
+
+            signals = [signal.SIGUSR1] * 300
+
+            def ask() -> None:
+                while signals:
+                    recorder = asyncio.run(record(port, body))
+                    assert recorder.heard().is_done
+
+            with ThreadPoolExecutor(3) as pool:
+                clients = [pool.submit(ask) for _ in range(3)]
+                while signals and process.poll() is None:
+                    process.send_signal(signals.pop())
+                    time.sleep(0.002)
+                signals.clear()
+                for client in clients:
+                    client.result()
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert (tmp_path / "log").read_bytes().count(b"(most recent call first)") > 1
 
 
 def test_no_connection_after_the_end() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,10 @@ from tests.support.serving import (
     CHAT,
     COMPLETIONS,
     App,
+    Reply,
+    ScriptRunner,
     ask,
+    asking,
     chat_body,
     completion_body,
     scripted,
@@ -78,13 +83,42 @@ def script_of(tokenizer: Tokenizer, *pieces: str) -> list[int]:
     return [*ids, END_ID]
 
 
-def answered(tokenizer: Tokenizer, *pieces: str, **fields: Any) -> tuple[dict[str, Any], Any]:
-    """The choice, and the reply's body or headers."""
-    body = chat_body(**{"max_tokens": 300, "tools": [WEATHER], **fields})
-    reply = ask(saying(script_of(tokenizer, *pieces), tokenizer), CHAT, body)
-    assert reply.status == 200, reply.body
-    [choice] = reply.json()["choices"]
-    return choice, reply
+class Talk:
+    """An app whose model says what the test wants."""
+
+    def __init__(self, tokenizer: Tokenizer, runner: ScriptRunner, post: Callable[..., Reply]):
+        self.tokenizer = tokenizer
+        self.runner = runner
+        self.post = post
+
+    def ask(self, *pieces: str, **fields: Any) -> Reply:
+        """The reply to a chat, to which the model says the pieces."""
+        self.runner.script = script_of(self.tokenizer, *pieces)
+        reply = self.post(CHAT, chat_body(**{"max_tokens": 300, **fields}))
+        assert reply.status == 200, reply.body
+        return reply
+
+    def answered(self, *pieces: str, **fields: Any) -> tuple[dict[str, Any], Reply]:
+        """The choice with tools, and the reply."""
+        reply = self.ask(*pieces, **{"tools": [WEATHER], **fields})
+        [choice] = reply.json()["choices"]
+        return choice, reply
+
+
+@contextmanager
+def talking(tokenizer: Tokenizer) -> Iterator[Talk]:
+    """One app for several answers: each app starts processes for templates that are not known."""
+    runner = ScriptRunner([])
+    settings: dict[str, Any] = {"max_seq_len": 4096, "num_pages": 4096}
+    settings["enable_prefix_caching"] = False  # so that an answer says nothing of those before
+    with asking(scripted([], tokenizer=tokenizer, runner=runner, **settings)) as post:
+        yield Talk(tokenizer, runner, post)
+
+
+def answered(tokenizer: Tokenizer, *pieces: str, **fields: Any) -> tuple[dict[str, Any], Reply]:
+    """One answer of a new app."""
+    with talking(tokenizer) as talk:
+        return talk.answered(*pieces, **fields)
 
 
 def test_marks_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path) -> None:
@@ -111,21 +145,22 @@ def test_what_we_answer_we_take_back(tmp_path: Path, template: str, content: str
     tokenizer = tokenizer_of(tmp_path, template)
     assert tokenizer.tool_use is not None
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather?"}]
-    for city in ("Ulm", "Bonn", "Jena"):
-        call = ToolCall("weather", json.dumps({"city": city}))
-        text = tokenizer.tool_use.format.write([call])
-        choice, _ = answered(tokenizer, text, messages=messages)
-        [made] = choice["message"]["tool_calls"]
-        assert (made["function"]["name"], made["function"]["arguments"]) == call
-        assert choice["message"]["content"] is None
-        messages += [
-            {**choice["message"], "content": content},
-            {"role": "tool", "tool_call_id": made["id"], "content": f"{city} is sunny"},
-        ]
-    choice, _ = answered(tokenizer, "All sunny.", messages=messages)
-    assert choice["message"]["content"] == "All sunny."
-    body = chat_body(messages=messages, tools=[WEATHER])
-    prompt = ask(saying([], tokenizer), f"{CHAT}/render", body).json()["prompt"]
+    with talking(tokenizer) as talk:
+        for city in ("Ulm", "Bonn", "Jena"):
+            call = ToolCall("weather", json.dumps({"city": city}))
+            text = tokenizer.tool_use.format.write([call])
+            choice, _ = talk.answered(text, messages=messages)
+            [made] = choice["message"]["tool_calls"]
+            assert (made["function"]["name"], made["function"]["arguments"]) == call
+            assert choice["message"]["content"] is None
+            messages += [
+                {**choice["message"], "content": content},
+                {"role": "tool", "tool_call_id": made["id"], "content": f"{city} is sunny"},
+            ]
+        choice, _ = talk.answered("All sunny.", messages=messages)
+        assert choice["message"]["content"] == "All sunny."
+        body = chat_body(messages=messages, tools=[WEATHER])
+        prompt = talk.post(f"{CHAT}/render", body).json()["prompt"]
     assert prompt.count("is sunny") == 3
     if template != UNKNOWN:  # that template leaves arguments out
         assert all(prompt.index(city) < prompt.index(f"{city} is") for city in ("Ulm", "Jena"))
@@ -139,15 +174,14 @@ def test_a_header_names_what_is_not_known(tmp_path: Path, stream: bool) -> None:
     ):
         (tmp_path / name).mkdir()
         tokenizer = tokenizer_of(tmp_path / name, template)
-        for fields, warned in (
-            ({"tools": [WEATHER]}, True),
-            ({"tools": [WEATHER], "tool_choice": "none"}, False),
-            ({}, False),
-        ):
-            body = chat_body(stream=stream, **fields)
-            reply = ask(saying(script_of(tokenizer, "Hi"), tokenizer), CHAT, body)
-            assert reply.status == 200
-            assert (words in reply.headers.get("x-warning", "")) is warned
+        with talking(tokenizer) as talk:
+            for fields, warned in (
+                ({"tools": [WEATHER]}, True),
+                ({"tools": [WEATHER], "tool_choice": "none"}, False),
+                ({}, False),
+            ):
+                reply = talk.ask("Hi", **{"stream": stream, "max_tokens": 8, **fields})
+                assert (words in reply.headers.get("x-warning", "")) is warned
 
 
 def test_the_start_says_which_format_was_found(
@@ -176,16 +210,17 @@ def test_any_variable_of_a_template_can_be_set() -> None:
 
 def test_json_that_is_no_call_stays_content(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, BARE_LIST)
-    for text in (
-        '{"name": "Bob", "age": 3}',
-        '{"name": "weather", "age": 3}',
-        '{"name": "weather"}',
-        '[{"name": "Bob", "arguments": {}}]',
-        '{"parameters": {"a": 1}}',
-    ):
-        choice, _ = answered(tokenizer, text)
-        assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
-        assert "tool_calls" not in choice["message"]
+    with talking(tokenizer) as talk:
+        for text in (
+            '{"name": "Bob", "age": 3}',
+            '{"name": "weather", "age": 3}',
+            '{"name": "weather"}',
+            '[{"name": "Bob", "arguments": {}}]',
+            '{"parameters": {"a": 1}}',
+        ):
+            choice, _ = talk.answered(text)
+            assert (choice["message"]["content"], choice["finish_reason"]) == (text, "stop")
+            assert "tool_calls" not in choice["message"]
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}])
@@ -215,22 +250,19 @@ def test_how_much_was_thought(tmp_path: Path) -> None:
     for i, special in enumerate(((), ("<think>", "</think>"))):
         (tmp_path / str(i)).mkdir()
         tokenizer = tokenizer_of(tmp_path / str(i), THINKS, special)
-        for thoughts in ("", "Hm", "Hm, é😀 </thin"):
-            pieces = ("<think>", thoughts, "</think>", "Yes </think>")
-            num_thoughts = len(thoughts.encode())
-            for fields in ({}, {"include_reasoning": False}, {"n": 2}):
-                body = chat_body(max_tokens=300, **fields)
-                script = script_of(tokenizer, *pieces)
-                usage = ask(saying(script, tokenizer), CHAT, body).json()["usage"]
-                expected = num_thoughts * body.get("n", 1)
-                assert usage["completion_tokens_details"] == {"reasoning_tokens": expected}
-                options = {"stream": True, "stream_options": {"include_usage": True}}
-                stream = ask(saying(script, tokenizer), CHAT, body | options)
-                assert stream.events()[-1]["usage"] == usage
-        for text, count in (("No thoughts", 0), ("<think>never ends", len("never ends") + 1)):
-            engine = saying(script_of(tokenizer, text), tokenizer)
-            usage = ask(engine, CHAT, chat_body(max_tokens=300)).json()["usage"]
-            assert usage["completion_tokens_details"]["reasoning_tokens"] == count
+        with talking(tokenizer) as talk:
+            for thoughts in ("", "Hm", "Hm, é😀 </thin"):
+                pieces = ("<think>", thoughts, "</think>", "Yes </think>")
+                num_thoughts = len(thoughts.encode())
+                for fields in ({}, {"include_reasoning": False}, {"n": 2}):
+                    usage = talk.ask(*pieces, **fields).json()["usage"]
+                    expected = num_thoughts * fields.get("n", 1)
+                    assert usage["completion_tokens_details"] == {"reasoning_tokens": expected}
+                    options = {"stream": True, "stream_options": {"include_usage": True}}
+                    assert talk.ask(*pieces, **fields, **options).events()[-1]["usage"] == usage
+            for text, count in (("No thoughts", 0), ("<think>never ends", len("never ends") + 1)):
+                usage = talk.ask(text).json()["usage"]
+                assert usage["completion_tokens_details"]["reasoning_tokens"] == count
 
 
 def test_thoughts_that_the_prompt_has_begun_are_counted(tmp_path: Path) -> None:
@@ -244,16 +276,17 @@ def test_thoughts_that_the_prompt_has_begun_are_counted(tmp_path: Path) -> None:
 def test_reasoning_effort_goes_to_a_template_that_reads_it(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, THINKS)
 
-    def end_of(**fields: Any) -> str:
-        engine = saying([], tokenizer)
-        prompt = ask(engine, f"{CHAT}/render", chat_body(**fields)).json()["prompt"]
-        return str(prompt).rpartition("<assistant>")[2]
+    with talking(tokenizer) as talk:
 
-    assert end_of() == ""
-    assert end_of(reasoning_effort="low") == "[low]"
-    assert end_of(reasoning_effort="none") == "[none]<False>"
-    own = {"reasoning_effort": "high", "enable_thinking": True}
-    assert end_of(reasoning_effort="none", chat_template_kwargs=own) == "[high]<True>"
+        def end_of(**fields: Any) -> str:
+            prompt = talk.post(f"{CHAT}/render", chat_body(**fields)).json()["prompt"]
+            return str(prompt).rpartition("<assistant>")[2]
+
+        assert end_of() == ""
+        assert end_of(reasoning_effort="low") == "[low]"
+        assert end_of(reasoning_effort="none") == "[none]<False>"
+        own = {"reasoning_effort": "high", "enable_thinking": True}
+        assert end_of(reasoning_effort="none", chat_template_kwargs=own) == "[high]<True>"
     other = tokenizer_of(tmp_path, NO_TOOLS)
     for path, make in ((CHAT, chat_body), (COMPLETIONS, completion_body)):
         answers = [

@@ -9,6 +9,7 @@ cache. The tests of scheduler, engine, asyncio and server use this runner.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import threading
 import time
@@ -277,10 +278,20 @@ def small_text_files() -> TextFiles:
         return read_text_files(write_tokenizer(Path(folder)))
 
 
+class LastingTokenizer(Tokenizer):
+    """A tokenizer that many tests share: the processes that render its template outlast an engine,
+    as starting one takes longer than most tests. Servers that tests start end theirs as usual."""
+
+    def rest(self) -> None:
+        """End the processes, unless the next test needs them."""
+        if "pytest" not in sys.modules:
+            super().rest()
+
+
 @lru_cache
 def small_tokenizer() -> Tokenizer:
     """The tokenizer of `small_text_files`."""
-    return Tokenizer(small_text_files())
+    return LastingTokenizer(small_text_files())
 
 
 def make_hash_core(

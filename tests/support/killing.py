@@ -25,23 +25,30 @@ async def kill_under_load(
     pause_s: tuple[float, float],
     *,
     has_standby: bool = False,
+    spaced: bool = False,
 ) -> dict[str, Any]:
     """Every client repeats its own stream until all kills are done. `has_standby`: before each
-    kill, after the pause, a standby is waited for."""
+    kill, after the pause, a standby is waited for. `spaced`: every stream that the kill before met
+    has sampled since; two kills in a row that meet the same one alone in its step end it."""
     calm = await asyncio.gather(*[follow(server.port, body) for body in wanted])
     assert all(heard.is_done for heard in calm)
     is_over = False
     heard_in_storm: list[tuple[int, Heard]] = []
+    open_now: dict[int, Heard] = {}
 
     async def ask(i: int) -> None:
         while not is_over:
-            heard_in_storm.append((i, await follow(server.port, wanted[i])))
+            open_now[i] = Heard()
+            heard_in_storm.append((i, await follow(server.port, wanted[i], open_now[i])))
 
     clients = [asyncio.create_task(ask(i)) for i in range(len(wanted))]
     dice = random.Random(2)
     restarts_s, kills_s = [], []
+    suspects: list[tuple[Heard, int]] = []
     for _ in range(num_kills):
         await asyncio.sleep(dice.uniform(*pause_s))
+        if spaced:
+            await wait(lambda suspects=suspects: _have_sampled(suspects))  # type: ignore[misc]
         if has_standby:
             await wait(lambda: asyncio.to_thread(_has_standby, server))
         pid = server.engine_pid()
@@ -51,6 +58,7 @@ async def kill_under_load(
         kills_s.append(killed_s)
         await wait(lambda pid=pid: asyncio.to_thread(is_another, server, pid))  # type: ignore[misc]
         restarts_s.append(time.monotonic() - killed_s)
+        suspects = [(heard, heard.num_events) for heard in open_now.values()]
     is_over = True
     await asyncio.gather(*clients)
     wrong = [i for i, heard in heard_in_storm if heard.answer != calm[i].answer]
@@ -84,6 +92,10 @@ async def kill_under_load(
             round(max(restarts_s), 2),
         ),
     }
+
+
+async def _have_sampled(suspects: list[tuple[Heard, int]]) -> bool:
+    return all(heard.is_over or heard.num_events > before for heard, before in suspects)
 
 
 def _has_standby(server: Served) -> bool:

@@ -260,6 +260,16 @@ class Heard:
     headers: str = ""
 
     @property
+    def num_events(self) -> int:
+        """Events received until now."""
+        return len(self.gaps_s) + (self.first_s > 0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more comes."""
+        return self.is_done or self.error is not None
+
+    @property
     def answer(self) -> tuple[Any, ...]:
         """The parts that must not depend on other requests or crashes of the engine."""
         return (self.text, self.tokens, self.logprobs, self.finish_reason, self.is_done)

@@ -223,6 +223,20 @@ def ask(engine: AsyncLLM, path: str, body: Any, **how: Any) -> Reply:
     return with_app(engine, lambda app: app.post(path, body, **how))
 
 
+@contextmanager
+def asking(engine: AsyncLLM, **settings: Any) -> Iterator[Callable[..., Reply]]:
+    """Like `ask` several times, of one app; afterwards the engine must hold nothing."""
+    app = App(engine, **settings)
+    lifespan = app.app.router.lifespan_context(app.app)
+    with asyncio.Runner() as runner:
+        runner.run(lifespan.__aenter__())
+        try:
+            yield lambda path, body, **how: runner.run(app.post(path, body, **how))
+            runner.run(app.idle())
+        finally:
+            runner.run(lifespan.__aexit__(None, None, None))
+
+
 class ScriptRunner:
     """A runner that samples the given tokens, the same for every request."""
 

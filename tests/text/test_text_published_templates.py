@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.support.tool_conversations import LOOPS, QUESTION, WEATHER
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(900)]
 
 
+@cache
 def template(name: str) -> ChatTemplate:
     return ChatTemplate(templates()[name], SPECIAL)
 

@@ -7,6 +7,7 @@ them all, and get them as they are.
 from __future__ import annotations
 
 import itertools
+from functools import cache
 from typing import Any
 
 import pytest
@@ -76,6 +77,7 @@ FORMS: dict[str, Any] = {
 }
 
 
+@cache
 def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
 

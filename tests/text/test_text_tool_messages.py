@@ -7,6 +7,7 @@ tested in `test_text_published_templates.py`.
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from tests.support.tool_conversations import (
 )
 
 
+@cache
 def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
 

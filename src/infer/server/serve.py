@@ -366,9 +366,15 @@ def _answer_users() -> None:
     both end a process. Does nothing outside of the main thread."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
         return
-    with contextlib.suppress(OSError, ValueError):  # stderr is no file
-        faulthandler.register(signal.SIGUSR1, all_threads=True)
+    signal.signal(signal.SIGUSR1, _write_stacks)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+def _write_stacks(_number: int, _frame: object) -> None:
+    # `faulthandler.register` would not wait for the lock of the interpreter, and ends the process
+    # if another thread changes its stack meanwhile.
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # no stderr
+        faulthandler.dump_traceback(all_threads=True)
 
 
 @contextlib.contextmanager
