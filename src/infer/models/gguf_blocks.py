@@ -3,8 +3,8 @@
 Q8_0, Q4_0, Q4_K, Q5_K and Q6_K are held as they are. Q5_0 and IQ4_NL become Q8_0 and Q3_K becomes
 Q6_K, which hold the same numbers. The numbers of every other quantised type are rounded to Q8_0: in
 each 32 numbers to whole multiples of a 127th of the largest one, which is far less than what their
-own type has lost. The library converts the usual types (csrc/convert.cpp). The `gguf` package, which
-is imported when it is needed, decodes the rarer ones, in parts that stay in the processor's caches.
+own type has lost. The library converts the usual types (csrc/convert.cpp). The `gguf` package,
+imported when it is needed, decodes the rarer ones, in parts that stay in the processor's caches.
 """
 
 from __future__ import annotations
