@@ -1,9 +1,9 @@
-"""How long a start takes: `python benchmarks/start.py [--rounds 3] [--against SRC] [SERVER OPTIONS]`.
+"""How long a start takes: `python benchmarks/start.py [--rounds 3] [--against SRC] [OPTIONS]`.
 
 It alternates, each in a new process: `import torch` alone, and `infer serve` from its start to the
 first 200 of `/health/ready`, then from `kill -9` of its engine to the next one. With `--against`,
-the folder `src` of another version takes part. It prints the medians and their ratio to `import
-torch`, with the machine's load before and after.
+the folder `src` of another version takes part. OPTIONS are those of `infer serve`. It prints the
+medians and their ratio to `import torch`, with the machine's load before and after.
 """
 
 from __future__ import annotations

@@ -77,3 +77,13 @@ def test_serve_starts_it_before_it_imports_the_server(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path / "nothing")]
     result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120)
     assert result.stdout == "2 [('infer.engine.build.assemble', set())]\n", result
+
+
+def test_an_engine_process_imports_no_text_side() -> None:
+    """Its start would wait for it: templates, tool calls, façades."""
+    code = (
+        "import sys, infer.engine.process.child, infer.engine.build.assemble;"
+        "names = {'jinja2', 'infer.text.tokenizer', 'infer.engine.client.async_llm', 'starlette'};"
+        "assert not names & sys.modules.keys(), names & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
