@@ -195,4 +195,4 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:4]), imports="".join(sys.argv[4:])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
