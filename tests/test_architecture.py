@@ -59,10 +59,11 @@ LEVELS = (
         " over pages",
     ),
     Level(
-        "runner engine.process.blame engine.process.supervisor_state engine.client.engine_client"
-        " engine.build.processors",
-        "a plan becomes tensors, and logits become tokens; who is a suspect after a crash, the"
-        " states of a supervisor, an engine as its façade sees it; the machine's processors",
+        "runner engine.process.blame engine.process.spawned engine.process.supervisor_state"
+        " engine.client.engine_client engine.build.processors",
+        "a plan becomes tensors, and logits become tokens; who is a suspect after a crash, a"
+        " process that is to be an engine, the states of a supervisor, an engine as its façade sees"
+        " it; the machine's processors",
     ),
     Level(
         "engine.core engine.client.input engine.client.output engine.fleet.journal"

@@ -266,6 +266,44 @@ def test_other_types_are_converted(kind: Q) -> None:
         assert kind.name != held
 
 
+@pytest.mark.parametrize("kind", ROUNDED, ids=lambda kind: kind.name)
+def test_rounding_bit_for_bit(kind: Q) -> None:
+    """A block's scale is a 127th of the largest number, and its codes are rounded to nearest even.
+
+    So a file's weights are the same in every version, and on every machine."""
+    rows = blocks((3, 512), kind)
+    if kind == Q.MXFP4:
+        rows.reshape(-1, 17)[:, 0] = np.resize([118, 121, 124], rows.size // 17)  # exponents
+    if kind in (Q.Q4_1, Q.Q5_1):  # any two bytes are a factor: also zero, tiny, infinite and NaN
+        random = np.random.default_rng(7)
+        rows = random.integers(0, 256, (40, 16 * KINDS[kind.name].block_bytes), dtype=np.uint8)
+        rows[0] = 0
+    with np.errstate(all="ignore"):
+        numbers = gguf.quants.dequantize(rows, kind).reshape(-1, 32)
+        scales = np.abs(numbers).max(axis=1, keepdims=True) / np.float32(127)
+        inverse = np.where(scales == 0, 0, np.float32(1) / scales).astype(np.float32)
+        codes = np.nan_to_num(np.rint(numbers * inverse), posinf=0.0, neginf=0.0).astype(np.int8)
+        halves = scales.astype(np.float16)
+    found = as_held(rows, KINDS[kind.name], "Q8_0").reshape(-1, 34)
+    found_halves = found[:, :2].copy().view(np.float16)
+    assert np.array_equal(found_halves, halves, equal_nan=True)
+    is_finite = np.isfinite(scales[:, 0])
+    assert is_finite.sum() > 40
+    assert np.array_equal(found[is_finite, 2:].view(np.int8), codes[is_finite])
+    assert not found[~is_finite, 2:].any()
+
+
+def test_usual_types_are_converted_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large files have billions of numbers, so nothing is done for a part of them in Python."""
+    calls = []
+    monkeypatch.setattr("infer.models.gguf_blocks.convert", lambda *call: calls.append(call[1]))
+    for kind in (Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.IQ4_NL, Q.Q3_K):
+        stored = KINDS[kind.name]
+        rows = np.zeros((4096, 1024 // stored.block * stored.block_bytes), dtype=np.uint8)
+        as_held(rows, stored, str(held_kind(stored, 1024)))
+    assert calls == ["Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q3_K"]
+
+
 def test_what_is_not_quantised_is_not_held_in_blocks() -> None:
     for kind in (Q.F32, Q.F16, Q.BF16, Q.I32):
         assert held_kind(KINDS[kind.name], 256) is None

@@ -202,6 +202,7 @@ def test_main_serves_what_is_assembled(
 
     def maker(where: str) -> Any:
         def make(config: EngineConfig, loads: Any = None, standby: Any = None, **how: Any) -> Any:
+            assert (how.pop("early", None) is None) is (where == "thread")
             configs.append((where, replace(config, seed=None)))  # the server has drawn one
             limits = {"hang_s": 120.0, "load_timeout_s": 3600.0, "fleet": FleetSettings()}
             assert how == ({} if where == "thread" else limits)

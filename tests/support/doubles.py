@@ -408,6 +408,6 @@ def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
 def launch_hash_llm(factory: str = f"{__name__}:hash_blueprint", **settings: Any) -> AsyncLLM:
     """`make_hash_llm` with the engine in a process of its own."""
     limits = ("hang_s", "soft_limit_s", "max_pause_s", "standby_answer_s")
-    names = (*limits, "standby", "seed", "fleet")
+    names = (*limits, "standby", "early", "seed", "fleet")
     how = {name: settings.pop(name) for name in names if name in settings}
     return launch_factory(factory, settings, **how)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Annotated, Any
 
 import typer
 
 from infer.cli.options import ListedOptions, Model, with_engine_options, with_options
 from infer.config import DEFAULT_HOST, DEFAULT_PORT
+from infer.engine.process.spawned import EarlyProcess
 from infer.errors import ConfigError
 from infer.server.settings import ServerSettings
 
@@ -36,10 +38,14 @@ def serve(
     settings: dict[str, Any],
 ) -> None:
     """Serve one model, or several, with OpenAI's API."""
-    from infer.server.multi_model import configs_of
-    from infer.server.serve import serve_config
-
     if model is not None and models:
         raise ConfigError("model", "is given twice: as an argument and with --model")
-    configs = configs_of(models or ([] if model is None else [model]), settings)
-    serve_config(configs, ServerSettings(**server), host, port, in_thread=engine_thread)
+    chosen = ServerSettings(**server)
+    has_process = not (engine_thread or chosen.load_on_first_use)
+    with EarlyProcess() if has_process else contextlib.nullcontext() as early:
+        # These imports take as long as half of those of the engine process.
+        from infer.server.multi_model import configs_of
+        from infer.server.serve import serve_config
+
+        configs = configs_of(models or ([] if model is None else [model]), settings)
+        serve_config(configs, chosen, host, port, in_thread=engine_thread, early=early)

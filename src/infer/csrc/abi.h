@@ -88,6 +88,11 @@ long infer_linear_packed_bytes(long N, long K, int bits, int gate);
 // panel can be of that type.
 long infer_blocks_panel_bytes(int type, long K);
 
+// `blocks` GGUF blocks of `type` become those of `wanted`: of Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL or 32 float32 (0) a block
+// of Q8_0, of Q3_K one of Q6_K. Q4_1, Q5_1 and float32 are rounded. Returns 0 if there is no such conversion.
+int infer_blocks_convert(const uint8_t* source, int type, uint8_t* to, int wanted, long blocks, int threads,
+                         void* parallel);
+
 // A layer whose weight is to be written to `packed` by infer_linear_pack; bias [N] and norm [K] are copied and
 // may be null. bits: 16 or 8. rotated: whether int8 is that of rotated rows (linear.h). gate: 0, or 1 for SILU or 2 for GELU, then y has N / 2 columns. `blocks` [panels]:
 // types of the GGUF blocks in which each panel holds its weights, which are to be written by

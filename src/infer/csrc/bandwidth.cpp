@@ -2,13 +2,6 @@
 
 #include "threads.h"
 
-// ThreadSanitizer is not yet there when the loader asks which clone it is to be.
-#if defined(X86) && defined(__linux__) && defined(__GNUC__) && !defined(__SANITIZE_THREAD__)
-#define EVERY_ISA __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define EVERY_ISA
-#endif
-
 namespace {
 
 constexpr long CHUNK = 1 << 21, LINE = 64, AHEAD = 1 << 15;  // bytes

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "blocks.h"
+#include "halves.h"
 #include "isa/vectors.h"
 #include "linear.h"
 
@@ -92,27 +93,6 @@ struct Fit {
   }
 };
 
-INLINE float float_of_half(uint16_t half) {
-  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
-  if (!exponent) return (sign ? -1.f : 1.f) * (float)fraction * 0x1p-24f;
-  const uint32_t bits = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
-uint16_t half_of(float x) {  // to nearest even
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
-  if (x != x) return 0x7e00;
-  const float magnitude = x < 0.f ? -x : x;
-  if (magnitude >= 65520.f) return sign | 0x7c00;
-  if (magnitude < 0x1p-14f) return (uint16_t)(sign | (uint16_t)((magnitude * 0x1p24f + 8388608.f) - 8388608.f));
-  const uint32_t above = bits & 0x7fffffff;
-  return (uint16_t)(sign | (above - (112u << 23) + 0xfff + (above >> 13 & 1)) >> 13);
-}
-
 // The squared error of a lane's numbers as a · n - b.
 INLINE void error_of(const Fit& fit, const FitLanes& a, const FitLanes& b, FitLanes& error) {
   alignas(64) FitLanes inverse;
@@ -150,7 +130,7 @@ void write_q4_1(const Fit& fit, int lane, uint8_t* to) {
   std::memcpy(to, &scale, 2);
   std::memcpy(to + 2, &minimum, 2);
   uint8_t codes[FIT_NUMBERS];
-  put_codes_of(fit, lane, float_of_half(scale), -float_of_half(minimum), codes, false);
+  put_codes_of(fit, lane, float_of(scale), -float_of(minimum), codes, false);
   for (int i = 0; i < 16; ++i) to[4 + i] = (uint8_t)(codes[i] | codes[16 + i] << 4);
 }
 
@@ -188,7 +168,7 @@ void write_q4_k(const Fit& fit, uint8_t* to, long count) {
       most_minimum = -fit.minimum[i] > most_minimum ? -fit.minimum[i] : most_minimum;
     }
     halves[l][0] = half_of(most / HIGHEST_MULTIPLE), halves[l][1] = half_of(most_minimum / HIGHEST_MULTIPLE);
-    unit[l] = float_of_half(halves[l][0]), minimum_unit[l] = float_of_half(halves[l][1]);
+    unit[l] = float_of(halves[l][0]), minimum_unit[l] = float_of(halves[l][1]);
     const auto nearest = [](float x, float of) {
       return of > 0.f ? std::min(std::nearbyint(std::max(x / of, 0.f)), HIGHEST_MULTIPLE) : 0.f;
     };

@@ -3,6 +3,7 @@
 
 #include "blocks.h"
 
+#include "halves.h"
 #include "isa/dispatch.h"
 #include "linear.h"
 
@@ -17,8 +18,6 @@ struct Block {  // of one row, whatever its type: 32 or 256 inputs
   uint16_t scale, minimum;  // float16
   uint8_t multiples[16], minima[8];
 };
-
-uint16_t read_half(const uint8_t* from) { return (uint16_t)(from[0] | from[1] << 8); }
 
 // 12 bytes of 6-bit numbers: 8 multiples and 8 minima.
 void read_six_bits(const uint8_t* from, Block& to) {
@@ -111,15 +110,6 @@ void read_block(BlockType type, const uint8_t* from, Block& to) {
     case BlockType::Q6_K: return read_q6_k(from, to);
     case BlockType::NONE: return;
   }
-}
-
-float float_of(uint16_t half) {
-  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
-  if (!exponent) return (sign ? -1.f : 1.f) * (float)fraction * 0x1p-24f;
-  const uint32_t bits = sign | (exponent == 31 ? 255 : exponent + 112) << 23 | fraction << 13;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
 }
 
 uint16_t narrowed(float x) {  // to bfloat16, to nearest even

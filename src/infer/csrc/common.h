@@ -39,6 +39,14 @@
 #define IN_ORDER(vector) (void)0
 #endif
 
+// A plain loop is compiled for several instruction sets, of which the loader chooses one. ThreadSanitizer is not yet
+// there when it does.
+#if defined(X86) && defined(__linux__) && defined(__GNUC__) && !defined(__SANITIZE_THREAD__)
+#define EVERY_ISA __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define EVERY_ISA
+#endif
+
 // What lies between these two is compiled for an instruction set. The flags of a whole file would also reach
 // templates of the standard library, of which the linker keeps one copy for all files: it might be one that
 // this CPU cannot run.

@@ -23,6 +23,12 @@ NUMBERS = {
 """Number in GGUF files of each type of blocks that linear layers can hold, by its name."""
 _FITTED = {"Q4_K": (256, 144), "Q4_1": (32, 20)}
 """Number of inputs and of bytes of a block, of the types that `fitted` makes."""
+CONVERTED = {
+    **{"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "IQ4_NL": 20, "F32": 0},
+    "Q3_K": 11,
+}
+"""Number in GGUF files of each type of blocks that `convert` reads, by its name; 32 numbers are a
+block of F32."""
 PANEL = 32
 """Number of outputs in a panel; with a gate there are 16 of each half."""
 _WIDER = {
@@ -113,6 +119,21 @@ def packed_bytes(kinds: Sequence[str], width: int) -> int:
     library = loader.loaded()
     sizes = {kind: library.infer_blocks_panel_bytes(NUMBERS[kind], width) for kind in set(kinds)}
     return sum(sizes[kind] for kind in kinds)
+
+
+def convert(blocks: np.ndarray, kind: str, found: np.ndarray, wanted: str, threads: int) -> None:
+    """Write blocks [n, bytes] of a type as blocks [n, bytes] of the type `wanted` to `found`.
+
+    Q3_K becomes Q6_K and the other types of `CONVERTED` become Q8_0, in one pass over memory. Both
+    arrays are contiguous.
+    """
+    assert blocks.flags.c_contiguous
+    assert found.flags.c_contiguous
+    is_known = loader.loaded().infer_blocks_convert(
+        *(blocks.ctypes.data, CONVERTED[kind], found.ctypes.data, NUMBERS[wanted], len(blocks)),
+        *(threads, loader.parallel()),
+    )
+    assert is_known, (kind, wanted)
 
 
 def numbers_of(kinds: Sequence[str]) -> array[int]:

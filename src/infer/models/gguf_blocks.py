@@ -3,8 +3,8 @@
 The types of `kernels.blocks` are held as they are. IQ4_NL becomes Q8_0 and Q3_K becomes Q6_K,
 which hold the same numbers. The numbers of every other quantised type are rounded to Q8_0: in
 each 32 numbers to whole multiples of a 127th of the largest one, which is far less than what their
-own type has lost. Many blocks are converted at once, in parts that stay in the processor's caches.
-The `gguf` package decodes the rarer types; it is imported when it is needed.
+own type has lost. The library converts the usual types (csrc/convert.cpp). The `gguf` package,
+imported when it is needed, decodes the rarer ones, in parts that stay in the processor's caches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from infer.kernels.blocks import NUMBERS
+from infer.kernels.blocks import CONVERTED, NUMBERS, convert
 from infer.models.gguf_reader import KINDS, TensorKind
 
 _EXACTLY = {"Q3_K": "Q6_K"}
@@ -52,15 +52,17 @@ def as_held(rows: np.ndarray, kind: TensorKind, wanted: str) -> np.ndarray:
     """
     if kind.name == wanted:
         return rows
-    target = KINDS[wanted]
+    target, threads = KINDS[wanted], torch.get_num_threads()
     blocks = rows.reshape(-1, kind.block_bytes)
     num_found = len(blocks) * kind.block // target.block
     found = np.empty((num_found, target.block_bytes), dtype=np.uint8)
-    exactly = _CONVERSIONS.get((kind.name, wanted))
+    if kind.name in CONVERTED:
+        convert(blocks, kind.name, found, wanted, threads)
+        return found.reshape(len(rows), -1)
     for first, part in _parts(blocks, kind):
-        made = _as_q8_0(_decoded(part, kind)) if exactly is None else exactly(part)
+        decoded = _decoded(part, kind).numpy().reshape(-1, target.block)
         start = first * kind.block // target.block
-        found[start : start + len(made)] = made
+        convert(decoded, "F32", found[start : start + len(decoded)], wanted, threads)
     return found.reshape(len(rows), -1)
 
 
@@ -163,16 +165,6 @@ def _scaled(codes: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return lambda blocks: codes(blocks).float() * _halves(blocks, 0)
 
 
-def _with_codes(codes: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], np.ndarray]:
-    """The conversion of such a type to Q8_0: the same factor, and 32 whole numbers."""
-
-    def convert(blocks: np.ndarray) -> np.ndarray:
-        given = torch.from_numpy(blocks.copy())
-        return torch.cat((given[:, :2], codes(given).view(torch.uint8)), dim=1).numpy()
-
-    return convert
-
-
 _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _scaled(_q4_0_codes),
     "Q4_1": _q4_1,
@@ -182,43 +174,3 @@ _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
     "IQ4_NL": _scaled(_iq4_nl_codes),
 }
 """Type → function of blocks [n, bytes] to their numbers; others are decoded by `gguf`."""
-
-
-def _as_q8_0(values: Tensor) -> np.ndarray:
-    """Numbers [n, multiple of 32], float32, rounded to blocks of Q8_0 [m, 34]."""
-    values = values.view(-1, 32)
-    scale = values.abs().amax(dim=1, keepdim=True) / 127
-    codes = (values * torch.where(scale == 0, 0, 1 / scale)).round().to(torch.int8)
-    return torch.cat(
-        (scale.half().view(torch.uint8).view(-1, 2), codes.view(torch.uint8)), dim=1
-    ).numpy()
-
-
-def _q3_k_as_q6_k(blocks: np.ndarray) -> np.ndarray:
-    """Both have a factor for 256 numbers and a multiple for each 16; Q3_K's are smaller."""
-    count = len(blocks)
-    high, low, scales = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
-    four = scales[:, :8].reshape(count, 1, 8) >> np.array([0, 4], np.uint8).reshape(1, 2, 1)
-    two = scales[:, 8:].reshape(count, 1, 4) >> np.array([0, 2, 4, 6], np.uint8).reshape(1, 4, 1)
-    multiples = (four.reshape(count, 16) & 15) | ((two.reshape(count, 16) & 3) << 4)
-    shifts = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 4, 1)
-    codes = (low.reshape(count, 2, 1, 32) >> shifts).reshape(count, 256) & 3
-    bits = np.arange(8, dtype=np.uint8).reshape(1, 8, 1)
-    codes += ((high.reshape(count, 1, 32) >> bits).reshape(count, 256) & 1) << 2
-    codes += 28  # its codes are 4 larger than the numbers, Q6_K's are 32 larger
-    parts = codes.reshape(count, 2, 4, 32)
-    lower, upper = parts & 15, parts >> 4
-    lows = lower[:, :, :2] | lower[:, :, 2:] << 4
-    highs = upper[:, :, 0] | upper[:, :, 1] << 2 | upper[:, :, 2] << 4 | upper[:, :, 3] << 6
-    signed = (multiples.astype(np.int8) - 32).view(np.uint8)
-    pieces = [lows.reshape(count, 128), highs.reshape(count, 64), signed, blocks[:, 108:]]
-    return np.concatenate(pieces, axis=1)
-
-
-_CONVERSIONS: dict[tuple[str, str], Callable[[np.ndarray], np.ndarray]] = {
-    ("Q4_0", "Q8_0"): _with_codes(_q4_0_codes),
-    ("Q5_0", "Q8_0"): _with_codes(_q5_0_codes),
-    ("IQ4_NL", "Q8_0"): _with_codes(_iq4_nl_codes),
-    ("Q3_K", "Q6_K"): _q3_k_as_q6_k,
-}
-"""Conversions that keep every number: (type, new type) → function of blocks [n, bytes]."""

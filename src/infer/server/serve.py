@@ -40,6 +40,7 @@ from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.loop import freeze_heap
 from infer.engine.process.launch import FleetSettings, Loads, standing_by
+from infer.engine.process.spawned import EarlyProcess
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.server.app import create_app, layers, unknown_model_statuses
@@ -464,11 +465,13 @@ def serve_config(
     port: int = DEFAULT_PORT,
     *,
     in_thread: bool = False,
+    early: EarlyProcess | None = None,
 ) -> None:
     """Bind the address, start the engine and serve. Raises `LoadError` where one of them fails.
 
     A mapping of names to configs makes an engine for each; see `ModelRouter`. With `in_thread` the
-    engine runs in this process, which ends with it; that is for comparisons.
+    engine runs in this process, which ends with it; that is for comparisons. `early`: the process
+    of the first engine, where it has been started before.
     """
     _check_combination(
         settings, has_names=not isinstance(config, EngineConfig), in_thread=in_thread
@@ -496,27 +499,36 @@ def serve_config(
                 load_timeout_s=settings.load_timeout_s,
                 loads=loads,
                 standby=standby,
+                early=early,
                 fleet=_fleet(settings),
             )
         engine: AsyncLLM | ModelRouter
         if isinstance(config, EngineConfig):
             engine = launch(_with_seed(config))
         else:
-            launches = {
-                name: functools.partial(launch, _with_seed(each)) for name, each in config.items()
-            }
-            make_app = functools.partial(create_app, settings=settings, is_inner=True)
-            engine = ModelRouter(
-                launches,
-                make_app,
-                idle_unload_s=settings.idle_unload_s,
-                end_loads=loads.end,
-                limits=settings.limits,
-                unknown_model_statuses=unknown_model_statuses(settings),
-            )
-            if not settings.load_on_first_use:
-                engine.load_all()
+            engine = _router(config, launch, settings, loads)
         run(engine, sock, settings)
+
+
+def _router(
+    configs: Mapping[str, EngineConfig],
+    launch: Callable[[EngineConfig], AsyncLLM],
+    settings: ServerSettings,
+    loads: Loads,
+) -> ModelRouter:
+    """Several models, which are loaded from now on or when they are used."""
+    launches = {name: functools.partial(launch, _with_seed(each)) for name, each in configs.items()}
+    router = ModelRouter(
+        launches,
+        functools.partial(create_app, settings=settings, is_inner=True),
+        idle_unload_s=settings.idle_unload_s,
+        end_loads=loads.end,
+        limits=settings.limits,
+        unknown_model_statuses=unknown_model_statuses(settings),
+    )
+    if not settings.load_on_first_use:
+        router.load_all()
+    return router
 
 
 def _check_combination(settings: ServerSettings, *, has_names: bool, in_thread: bool) -> None:

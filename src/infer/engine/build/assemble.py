@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,8 +41,6 @@ from infer.engine.build.memory_plan import (
 )
 from infer.engine.build.processors import read_processors
 from infer.engine.build.runner_factory import RunnerFactory, make_attention, pages_that_fit
-from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import InputProcessor, log_defaults, log_tool_use
 from infer.engine.core import EngineCore
 from infer.engine.loop import Announce, Blueprint, EngineThread
 from infer.errors import ConfigError, LoadError
@@ -61,10 +59,13 @@ from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.text.grammars.compiler import Compiler
 from infer.text.library_tokenizer import read_vocabulary
-from infer.text.tokenizer import Tokenizer
 from infer.types.engine_limits import EngineLimits
 from infer.types.fingerprint import Fingerprint
 from infer.types.sampling_defaults import SamplingDefaults
+
+if TYPE_CHECKING:
+    from infer.engine.client.async_llm import AsyncLLM
+    from infer.engine.client.input import InputProcessor
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +87,10 @@ class EngineParts:
 
 def assemble(config: EngineConfig) -> EngineParts:
     """Load the model and make an engine; raises `LoadError` or `ConfigError`."""
+    # An engine process has no text side, and a start does not wait for its imports.
+    from infer.engine.client.input import InputProcessor, log_defaults, log_tool_use
+    from infer.text.tokenizer import Tokenizer
+
     blueprint = prepare(config)
     tokenizer = Tokenizer(blueprint.files)
     log_tool_use(tokenizer)
@@ -454,5 +459,7 @@ def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
 
 def build_async_llm(config: EngineConfig) -> AsyncLLM:
     """An engine in a thread behind the asyncio façade; not started yet."""
+    from infer.engine.client.async_llm import AsyncLLM
+
     parts = assemble(config)
     return AsyncLLM(EngineThread(parts.core), parts.input_processor, parts.model_name)

@@ -7,12 +7,15 @@ differ, because checkpoints pad their vocabularies.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from infer.config import EngineConfig
 from infer.engine.build.checkpoint import Checkpoint, find_checkpoint
 from infer.errors import ConfigError
 from infer.text.checkpoint_text import TextFiles
-from infer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from infer.text.tokenizer import Tokenizer
 
 NUM_SHOWN = 3
 """number of differing ids that a refusal names"""
@@ -34,6 +37,8 @@ def check_vocabulary(files: TextFiles, draft: Checkpoint) -> None:
 
     `files`: the model's.
     """
+    from infer.text.tokenizer import Tokenizer  # few engines have a draft model
+
     own, other = (Tokenizer(replace(each, templates={})) for each in (files, draft.text()))
     differing = [
         token_id

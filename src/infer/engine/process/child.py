@@ -1,7 +1,8 @@
 """The engine process: builds an engine from `Begin`, and runs it until its parent has gone.
 
-`python -m infer.engine.process.child FD PARENT STACKS` is started by `engine.process.engine_run`
-with one end of a socket pair and a file for the stacks of its threads. Commands are read by a
+`python -m infer.engine.process.child FD PARENT STACKS IMPORTS` is started by
+`engine.process.spawned` with one end of a socket pair, a file for the stacks of its threads, and
+the module that it imports before it reads what it is to do, or nothing. Commands are read by a
 thread of their own, so that the end of the parent is seen at once, whatever a step is doing. The
 process ignores the signals that a terminal or process manager sends to the whole group: its parent
 decides when it ends.
@@ -78,15 +79,21 @@ def _be_known_as(name: str, oom_score: int) -> None:
             Path("/proc/self/oom_score_adj").write_text(str(oom_score), encoding="utf-8")
 
 
+def _import(module: str) -> None:
+    """Import a module, if there is one; that it cannot be imported is told after `Begin`."""
+    with contextlib.suppress(Exception):
+        if module:
+            import_module(module)
+
+
 def _prepare(factory: str) -> None:
     """Import the module of a factory, at the lowest priority. A thread does it, because a process
-    may not raise its priority again; a module that cannot be imported is told after `Begin`."""
+    may not raise its priority again."""
 
     def import_all() -> None:
         if hasattr(os, "setpriority") and sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        with contextlib.suppress(Exception):
-            import_module(factory.partition(":")[0])
+        _import(factory.partition(":")[0])
 
     thread = threading.Thread(target=import_all)
     thread.start()
@@ -127,15 +134,16 @@ def _beat(channel: messages.Channel) -> None:
             channel.send(messages.Heartbeat())
 
 
-def main(fd: int, parent: int, stacks: int) -> int:
+def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
     """Run an engine; returns the exit code of the process. `stacks`: descriptor of the file that
-    `DUMP_SIGNAL` writes to."""
+    `DUMP_SIGNAL` writes to. `imports`: module that is imported first."""
     leave_signals_to_parent()
     _end_with(parent)
     faulthandler.enable()
     if messages.DUMP_SIGNAL is not None:
         faulthandler.register(messages.DUMP_SIGNAL, file=stacks)
     channel = messages.Channel(socket.socket(fileno=fd))
+    _import(imports)
     frames = channel.frames()
     begin = _next(frames)
     if isinstance(begin, messages.Prepare):
@@ -187,4 +195,4 @@ def main(fd: int, parent: int, stacks: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:4])))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))

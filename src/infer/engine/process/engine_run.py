@@ -16,9 +16,7 @@ import logging
 import os
 import queue
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -28,6 +26,7 @@ from pathlib import Path
 import infer.engine.process.messages as messages
 from infer.engine.client.engine_client import HEARTBEAT_S, SOFT_LIMIT_S
 from infer.engine.commands import Add, Command
+from infer.engine.process.spawned import Spawned
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +41,12 @@ LAST_WORDS_S = 1.0
 class EngineRun:
     """See the module's docstring."""
 
-    def __init__(self, first: messages.Begin | messages.Prepare) -> None:
-        """`first`: the first frame that the process gets."""
+    def __init__(
+        self, first: messages.Begin | messages.Prepare, spawned: Spawned | None = None
+    ) -> None:
+        """`first`: the first frame that the process gets. `spawned`: the process, where it has been
+        started before."""
+        spawned = spawned or Spawned()
         self.alone: str | None = None
         """id of the request that the process computes alone, if any"""
         self.killed = False
@@ -55,7 +58,7 @@ class EngineRun:
         self._added_s = float("-inf")
         """when the first request was sent since the last report, or before it"""
         self._has_work = self._has_dumped = False
-        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  closed by `reap`
+        self._stacks = spawned.stacks
         """where the process writes its stacks"""
         self._stacks_path: str | None = None
         """where they are copied for the operator; None: nobody has asked for them"""
@@ -63,18 +66,8 @@ class EngineRun:
         """commands to be written; None ends the writer"""
         self._begins: queue.SimpleQueue[messages.Begin | None] = queue.SimpleQueue()
         """the frame that ends standing by, or None where the process ends before"""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # -P and PYTHONPATH: modules are found where this process finds them, nowhere else.
-            arguments = [sys.executable, "-P", "-m", "infer.engine.process.child"]
-            self._process = subprocess.Popen(
-                [*arguments, str(theirs.fileno()), str(os.getpid()), str(self._stacks.fileno())],
-                pass_fds=[theirs.fileno(), self._stacks.fileno()],
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            )
-        self._channel = messages.Channel(ours)
+        self._process = spawned.popen
+        self._channel = messages.Channel(spawned.end_here)
         self._writer = threading.Thread(target=self._write, args=(first,), daemon=True)
         self._writer.start()
         context = contextvars.copy_context()  # its lines carry `LOG_FIELDS`, too

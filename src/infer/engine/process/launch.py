@@ -22,12 +22,11 @@ from infer.engine.fleet.fleet import LINK_TIMEOUT_S, Fleet, MovedStreams, fleet_
 from infer.engine.fleet.member import Member
 from infer.engine.fleet.routing import Routing, make_router
 from infer.engine.process.messages import Text
+from infer.engine.process.spawned import FACTORY, EarlyProcess
 from infer.engine.process.standby import Standby
 from infer.engine.process.supervisor import HANG_S, LOAD_TIMEOUT_S, EngineProcess
 from infer.errors import LoadError
 from infer.text.tokenizer import Tokenizer
-
-_FACTORY = "infer.engine.build.assemble:prepare_process"
 
 
 class Loads:
@@ -64,7 +63,7 @@ class Loads:
 def standing_by(is_wanted: bool = True) -> Iterator[Standby | None]:
     """A standby for the engines that `launch` starts within the block, which must end before it;
     None where none is wanted."""
-    standby = Standby(_FACTORY) if is_wanted else None
+    standby = Standby(FACTORY) if is_wanted else None
     try:
         yield standby
     finally:
@@ -102,6 +101,7 @@ def launch(
     load_timeout_s: float = LOAD_TIMEOUT_S,
     loads: Loads | None = None,
     standby: Standby | None = None,
+    early: EarlyProcess | None = None,
     fleet: FleetSettings | None = None,
 ) -> AsyncLLM:
     """Start the processes for `config` and wait until all are ready; the façade is not started yet.
@@ -110,16 +110,18 @@ def launch(
     is replaced. `load_timeout_s`: seconds after which an engine that is not ready is ended.
     `loads`: lets another thread end the load. `standby`: gives the next process, if there is one;
     all members share it, because they rarely die at the same time and the others serve meanwhile.
+    `early`: gives the process of the first engine, which has been started before.
     """
     fleet = fleet or FleetSettings()
     engine = launch_factory(
-        _FACTORY,
+        FACTORY,
         dataclasses.asdict(config),
         seed=config.seed or 0,
         hang_s=hang_s,
         load_timeout_s=load_timeout_s,
         loads=loads,
         standby=standby,
+        early=early,
         fleet=fleet,
         shares=shares_of(fleet.replicas, config.device),
     )
@@ -134,6 +136,7 @@ def launch_factory(
     seed: int = 0,
     loads: Loads | None = None,
     standby: Standby | None = None,
+    early: EarlyProcess | None = None,
     fleet: FleetSettings | None = None,
     shares: Sequence[Mapping[str, Any]] | None = None,
     **how: Any,
@@ -147,7 +150,8 @@ def launch_factory(
         if fleet.replicas > 1:
             name = f"replica-{number}"
             mine |= {"name": name, "log_fields": {"replica": name}}
-        processes.append(EngineProcess(factory, {**settings, **share}, standby=standby, **mine))
+        mine |= {"standby": standby, "spawned": early.take() if early else None}
+        processes.append(EngineProcess(factory, {**settings, **share}, **mine))
     texts: list[tuple[Text, Tokenizer]] = []
 
     def read(text: Text) -> None:

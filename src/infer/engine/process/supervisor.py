@@ -24,6 +24,7 @@ from infer.engine.commands import Abort, Add, FollowPages, Reset, Stop
 from infer.engine.fleet.member import Loss, MemberListener
 from infer.engine.process.blame import was_from_outside
 from infer.engine.process.engine_run import STOP_S, EngineRun
+from infer.engine.process.spawned import Spawned
 from infer.engine.process.standby import Standby
 from infer.engine.process.supervisor_state import Lifecycle, SupervisorState
 from infer.errors import LoadError
@@ -69,14 +70,16 @@ class EngineProcess:
         max_pause_s: float = MAX_PAUSE_S,
         standby: Standby | None = None,
         standby_answer_s: float = STANDBY_ANSWER_S,
+        spawned: Spawned | None = None,
         on_alone: Callable[[], None] = lambda: None,
     ) -> None:
         """`factory`: `module:function` that makes a `Blueprint` of `settings` in the process.
         `name`: its name in a fleet. `log_fields`: what its lines of the log carry. `standby`: where
-        the next process comes from, if there is one. `on_alone`: called when `alone` names another
-        request."""
+        the next process comes from, if there is one. `spawned`: the first process, where it is
+        started already. `on_alone`: called when `alone` names another request."""
         self._name = name
         self._standby, self._standby_answer_s = standby, standby_answer_s
+        self._spawned = spawned
         self._soft_limit_s, self._on_alone = soft_limit_s, on_alone
         self._max_pause_s = max_pause_s
         self._load_timeout_s = load_timeout_s
@@ -400,7 +403,11 @@ class EngineProcess:
                 self._listener.failing(self, reason)
 
     def _next_run(self) -> EngineRun:
-        """A process that builds its engine: the standby if it answers, else a new one."""
+        """A process that builds its engine: the one that was started before, the standby if it
+        answers, else a new one."""
+        spawned, self._spawned = self._spawned, None
+        if spawned is not None:
+            return self._hold(EngineRun(self._begin, spawned))
         if self._standby is not None and (standby := self._standby.take()) is not None:
             if self._hold(standby).begin(self._begin, self._standby_answer_s):
                 return standby
