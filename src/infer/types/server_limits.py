@@ -44,6 +44,8 @@ class ServerLimits:
     """time that a call waits for a locked SQLite database; then it is a 503"""
     max_database_calls: int = 64
     """calls of the sessions' database that run or wait; further ones are refused (503)"""
+    max_database_calls_of_key: int = 16
+    """those of one key; further ones get 429"""
     retry_load_s: float = 15.0
     """time for which a model that could not be loaded is not tried again"""
 

@@ -1,21 +1,24 @@
 """`DatabaseThreads`: a thread pool with a bounded queue for calls of the sessions' database
 
 A locked or distant database blocks a thread for seconds. With threads of its own it delays nothing
-else in the server. Its failures become a 503 with `Retry-After`, because the client's request was
-correct.
+else in the server. Keys take turns at the threads, and none has all places of the queue. Failures
+become a 503 with `Retry-After`, because the client's request was correct.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy.exc import SQLAlchemyError
 
 from infer.server.http.error_responses import HttpError
+from infer.server.http.fair_threads import FairThreads
+from infer.server.tenancy.limits import too_many
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 T = TypeVar("T")
@@ -41,17 +44,28 @@ class DatabaseThreads:
 
     def __init__(self, limits: ServerLimits = SERVER_LIMITS) -> None:
         self._max_calls = limits.max_database_calls
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "infer-database")
-        self._num_calls = 0
+        self._max_calls_of_key = limits.max_database_calls_of_key
+        self._threads = FairThreads(NUM_THREADS, "infer-database")
+        self._num_calls: Counter[str] = Counter()
+        """calls that run or wait, by owner"""
 
-    async def call(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Run `work(*arguments)` in a thread. Raises `DatabaseError` if the database fails or too
-        many calls wait."""
-        if self._num_calls >= self._max_calls:
+    async def call(
+        self, owner: str, work: Callable[..., T], *arguments: Any, is_begun: bool = False
+    ) -> T:
+        """Run `work(*arguments)` in a thread. `owner`: id of the key, "" for the server itself;
+        `is_begun`: an answer is complete and is written, so the key's limit does not refuse it.
+
+        Raises `DatabaseError` if the database fails or too many calls wait, `HttpError` (429) if
+        too many of this key do."""
+        if owner and not is_begun and self._num_calls[owner] >= self._max_calls_of_key:
+            most = self._max_calls_of_key
+            raise too_many(f"this key may have {most} calls of the database of sessions open", 1)
+        if self._num_calls.total() >= self._max_calls:
             raise DatabaseError("too many requests wait for the database of sessions")
-        self._num_calls += 1
-        running = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
-        running.add_done_callback(self._count_down)  # also if the caller was cancelled
+        self._num_calls[owner] += 1
+        ended = partial(self._count_down, owner)
+        running: asyncio.Future[T] = self._threads.submit(owner, partial(work, *arguments), ended)
+        running.add_done_callback(_read)  # also if the caller was cancelled
         try:
             return await asyncio.shield(running)
         except (SQLAlchemyError, OSError) as error:
@@ -61,11 +75,17 @@ class DatabaseThreads:
             message = "the database of sessions is busy or cannot be used; nothing was changed"
             raise DatabaseError(message) from None
 
-    def _count_down(self, running: asyncio.Future[Any]) -> None:
-        self._num_calls -= 1
-        if not running.cancelled():
-            running.exception()  # read, so that asyncio does not log it
+    def _count_down(self, owner: str) -> None:
+        self._num_calls[owner] -= 1
+        if not self._num_calls[owner]:
+            del self._num_calls[owner]
 
     def close(self) -> None:
         """Stop the threads without waiting for their calls."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
+
+
+def _read(running: asyncio.Future[Any]) -> None:
+    """Read the error, so that asyncio does not log it."""
+    if not running.cancelled():
+        running.exception()

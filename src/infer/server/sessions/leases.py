@@ -38,7 +38,7 @@ class SessionLeases:
         """The name of a new turn of a session, which has the lease until the request ends. Raises
         `HttpError`: see `SessionStore.lease`."""
         turn = secrets.token_hex(16)
-        call = self._threads.call(self._call_store, "lease", owner, session_id, turn)
+        call = self._threads.call(owner, self._call_store, "lease", owner, session_id, turn)
         taking = asyncio.ensure_future(call)
         # A request may end while it waits for its lease; that one is given back, too.
         context.cleanup.callback(self._end, turn, taking)
@@ -56,7 +56,7 @@ class SessionLeases:
                 return
             # Without a renewal the lease ends; then the writing of the turn finds a conflict.
             with contextlib.suppress(DatabaseError):
-                await self._threads.call(self._call_store, "renew_leases", list(self._turns))
+                await self._threads.call("", self._call_store, "renew_leases", list(self._turns))
 
     def _end(self, turn: str, taking: asyncio.Future[None]) -> None:
         self._turns.discard(turn)
@@ -72,7 +72,7 @@ class SessionLeases:
         except HttpError:
             return  # it was refused
         with contextlib.suppress(DatabaseError):  # the lease ends by itself
-            await self._threads.call(self._call_store, "end_lease", turn)
+            await self._threads.call("", self._call_store, "end_lease", turn)
 
     async def close(self) -> None:
         """Stop renewing, and wait until the leases of turns that have ended are given back, for

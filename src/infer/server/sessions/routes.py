@@ -123,7 +123,9 @@ class SessionTurn:
             answer = {**answer, "content": text or None, "tool_calls": whole}
         turn = [*asked, answer]
         rest = (turn, self._num_replaced, self._lease)
-        await self._threads.call(self._sessions.add_turn, *self._where, *rest)
+        await self._threads.call(
+            self._where[0], self._sessions.add_turn, *self._where, *rest, is_begun=True
+        )
 
 
 def _is_whole(call: dict[str, Any]) -> bool:
@@ -267,7 +269,7 @@ class SessionRoutes:
     async def _find(self, http: HttpRequest, name: str, asked: list[Any]) -> Begun:
         owner, num_new = tenant_of(http.scope).key.id, http.scope.get(NUM_BYTES, 0)
         found: Begun = await self._threads.call(
-            self._call_store, "begin_turn", owner, name, len(asked) + 1, num_new
+            owner, self._call_store, "begin_turn", owner, name, len(asked) + 1, num_new
         )
         # Further work on the body takes as long as if all these messages had been sent.
         http.scope[NUM_BYTES] = num_new + found.num_bytes
@@ -285,14 +287,14 @@ class SessionRoutes:
     async def _list(self, http: HttpRequest) -> Response:
         """List the sessions of this key, the last used one first."""
         owner = tenant_of(http.scope).key.id
-        data = await self._threads.call(self._call_store, "all", owner)
+        data = await self._threads.call(owner, self._call_store, "all", owner)
         return JSONResponse({"object": "list", "data": data})
 
     async def _read(self, http: HttpRequest) -> Response:
         """Get a session with its messages."""
         where = (tenant_of(http.scope).key.id, http.path_params["id"])
-        num_bytes = await self._threads.call(self._call_store, "num_bytes", *where)
-        found = await self._threads.call(self._call_store, "read", *where)
+        num_bytes = await self._threads.call(where[0], self._call_store, "num_bytes", *where)
+        found = await self._threads.call(where[0], self._call_store, "read", *where)
         return await self._pool.render(http, num_bytes, json_response, found)
 
     @takes(RenameBody)
@@ -314,7 +316,9 @@ class SessionRoutes:
 
     async def _call(self, http: HttpRequest, name: str, *arguments: Any) -> Response:
         owner = tenant_of(http.scope).key.id
-        return JSONResponse(await self._threads.call(self._call_store, name, owner, *arguments))
+        return JSONResponse(
+            await self._threads.call(owner, self._call_store, name, owner, *arguments)
+        )
 
     async def close(self) -> None:
         """Close the threads and the database."""
