@@ -1,4 +1,4 @@
-"""Tests of the library's own threads, which execute calls where torch's runtime is out of reach."""
+"""Tests of the library's threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ FORKS = """
 import os, sys, torch
 from tests.kernels import test_threads as here
 
-here.loader.parallel = lambda: None
 torch.set_num_threads(here.NUM_THREADS)
 layer, x = here.layer(), here.rows(40)
 
@@ -43,9 +42,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.fixture(autouse=True)
-def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where torch's OpenMP runtime cannot be found."""
-    monkeypatch.setattr(loader, "parallel", lambda: None)
+def several_threads() -> None:
     torch.set_num_threads(NUM_THREADS)
 
 

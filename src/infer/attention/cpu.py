@@ -81,7 +81,7 @@ class NativeBackend:
         numbers = array("q", distinct)
         self._handle = self._library.infer_attention_new(
             *(self.isa.encode(), num_heads, num_kv_heads, head_dim, page_size, held.itemsize),
-            *(scale, *numbers.buffer_info(), loader.parallel()),
+            *(scale, *numbers.buffer_info()),
         )
         weakref.finalize(self, self._library.infer_attention_free, self._handle)
         self._attend = functools.partial(self._library.infer_attention_attend, self._handle)

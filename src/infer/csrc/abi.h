@@ -5,8 +5,8 @@
 // C types names, pointers of any kind, or names declared here. The library is built with a digest of this
 // file, and Python refuses a library with another one, so no version has to be kept by hand.
 //
-// Pointers are not owned: the caller keeps the memory alive. `parallel` is GOMP_parallel of the OpenMP runtime
-// in use, or null; the calls of a thread are then executed by a team of the library's own.
+// Pointers are not owned: the caller keeps the memory alive. `threads`: how many threads may execute a call; they
+// are of a team that the calling thread has (threads.h).
 
 #pragma once
 
@@ -63,7 +63,7 @@ void infer_set_isa(const char* name);
 // 256 numbers a head and pages of strips (attention_bytes.h), with everything else in bfloat16. `windows`
 // [num_windows]: 0 = none. Null if the instruction set does not have it.
 void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_size, int element, float scale,
-                          const int64_t* windows, int num_windows, void* parallel);
+                          const int64_t* windows, int num_windows);
 void infer_attention_free(void* plan);
 
 // Divides a step into work items and returns their number. starts [B + 1], lengths [B], slots [T],
@@ -94,7 +94,7 @@ long infer_blocks_panel_bytes(int type, long K);
 // infer_linear_pack_blocks to memory that is zero, panel after panel; bits is then 8. Null: no blocks. A panel is 32
 // columns, with a gate 16 of each half.
 void* infer_linear_new(const char* isa_name, char* packed, long N, long K, int bits, int gate, int float_out,
-                       int rotated, const float* bias, const float* norm, float eps, const int* blocks, void* parallel);
+                       int rotated, const float* bias, const float* norm, float eps, const int* blocks);
 void infer_linear_free(void* layer);
 
 // Rows of a weight (bfloat16, `stride` elements apart) become columns from `column` on; the sources of a fused
@@ -117,7 +117,7 @@ void infer_linear(void* layer, const uint16_t* x, long x_stride, const uint16_t*
 // rows [R, n] of logits without NaN, n a multiple of 16; tops [R, num_tops]: the largest of each row is among
 // them; wanted, tokens [count].
 void infer_draw(const float* rows, const float* tops, long stride, long n, long num_tops, const struct DrawRow* wanted,
-                long count, int64_t* tokens, void* parallel, int threads);
+                long count, int64_t* tokens, int threads);
 
 // All layers of a decoder: x [T, hidden] → y [T, hidden]. `q_size`, `kv_size`: columns of q, and of k or v, in a
 // layer's qkv; `inner`: of the gate's result; `eps`: of the heads' norms. The plan must be of this step.
@@ -126,7 +126,7 @@ void infer_layers(void* plan, const struct LayerAddresses* layers, const struct 
                   long num_tokens, long hidden, long q_size, long kv_size, long inner, int threads);
 
 // Reads whole lines of 64 bytes once; returns their sum, so that the compiler cannot leave it out.
-uint64_t infer_read(const char* from, long bytes, void* parallel, int threads);
+uint64_t infer_read(const char* from, long bytes, int threads);
 
 #ifdef __cplusplus
 }

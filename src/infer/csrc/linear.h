@@ -87,7 +87,6 @@ struct Layer {  // what does not change between calls
   float *norm, *bias, *scales;  // [K padded], [N], [N padded]; null: absent; norm: even indices of 32, then odd
   int32_t* starts;              // [N padded]: where sums of unsigned bytes begin
   BlockPanel* panel_blocks;     // [panels + 1], of a weight in blocks; else null
-  Parallel parallel;
 
   bool whole() const { return bits < 16 && !panel_blocks; }  // whether sums are whole numbers
   long step_bytes() const { return bits == 4 ? TILE : 2 * TILE; }
@@ -127,7 +126,8 @@ struct Call {  // some rows of one product
   RowGroup* row_groups = nullptr;  // blocks: [rows, 2 · steps]
   int32_t* eights = nullptr;       // nibbles: [rows, steps], -8 · the sum of a row's numbers in a step
   long groups = 0, row_blocks = 0, item_panels = 0, num_items = 0, num_packs = 0;
-  std::atomic<long> next_pack{0}, done_packs{0}, next_item{0};
+  std::atomic<long> next_pack{0}, next_item{0};
+  Phase packs{};
 
   explicit Call(const Layer& of) : layer(of) {}
   // int4 is multiplied as it is, by signed bytes.

@@ -512,7 +512,7 @@ class NativeLinear:
             *(fusion.float_out, rotated and bits < 16 and not kinds),
             *(None if numbers is None else numbers.data_ptr() for numbers in (bias, norm)),
             *(0.0 if fusion.norm is None else fusion.norm.eps,),
-            *(types.buffer_info()[0] if kinds else None, loader.parallel()),
+            types.buffer_info()[0] if kinds else None,
         )
         weakref.finalize(self, library.infer_linear_free, self.handle)
         column = 0

@@ -353,7 +353,7 @@ def _draw_natively(
     loader.loaded().infer_draw(
         *(rows.data_ptr(), tops.data_ptr(), rows.stride(0), rows.shape[1], tops.shape[1]),
         *(b"".join(entries), len(entries), tokens.buffer_info()[0]),
-        *(loader.parallel(), torch.get_num_threads()),
+        torch.get_num_threads(),
     )
     return tokens.tolist()
 
