@@ -3,9 +3,9 @@
 Milliseconds a step, one or two threads, idle and in company: a busy loop for each core, a second
 engine, a quota of 1.5 cores. Workloads: 1 and 32 streams that decode, and prompts of 384 tokens.
 Engines are processes that are there from the beginning and are measured in turns, so that all see
-the same minutes; the table has the median of the turns, and the ratio that is asked for with the
-median of the turns' ratios. `--other FOLDER` measures the source tree of another version beside this
-one. A quota needs a control group that may be made, and is left out elsewhere.
+the same minutes. A line has the medians of the turns, and those of the ratios to the first engine
+within a turn. `--other FOLDER` measures the source tree of another version beside this one. A quota
+needs a control group that may be made, and is left out elsewhere.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from typing import Any
 
 WORKLOADS = {"1 stream": (1, 100), "32 streams": (32, 100), "prompts": (1, 384)}
 """name → number of streams, length of their prompts"""
-SECONDS = 1.5
-"""time that a workload is measured in a turn"""
-TURNS = 5
 SOURCE = Path(__file__).parents[1] / "src"
 QUOTA = Path("/sys/fs/cgroup/cpu/company")
 PERIOD_US = 100_000
-BUSY = "while True: pass"
+BUSY = """
+import time
+ends_s = time.monotonic() + 240
+while time.monotonic() < ends_s:
+    for _ in range(1_000_000):
+        pass
+"""
+"""Program of a neighbour; it ends by itself, whatever becomes of this one."""
 
 
 def compute(core: Any, name: str, seconds: float, turn: int) -> dict[str, float]:
@@ -113,9 +117,9 @@ class Engine:
         assert self.process.stdout is not None
         return float(json.loads(self.process.stdout.readline())["ms"])
 
-    def measure(self, name: str, turn: int) -> float:
+    def measure(self, name: str, seconds: float, turn: int) -> float:
         """Both."""
-        self.begin(name, SECONDS, turn)
+        self.begin(name, seconds, turn)
         return self.end()
 
 
@@ -162,28 +166,28 @@ def show(company: str, name: str, found: dict[str, list[float]]) -> None:
     print(f"{company:8} {name:10} load {load:.1f}: " + "; ".join(cells), flush=True)
 
 
-def in_turns(company: str, engines: list[Engine], names: list[str]) -> None:
+def in_turns(company: str, engines: list[Engine], options: argparse.Namespace) -> None:
     """Measure engines one after the other, several times."""
-    for name in names:
+    for name in options.workloads.split(","):
         found: dict[str, list[float]] = {engine.label: [] for engine in engines}
-        for turn in range(TURNS):
+        for turn in range(options.turns):
             for engine in engines if turn % 2 else reversed(engines):
-                found[engine.label].append(engine.measure(name, turn))
+                found[engine.label].append(engine.measure(name, options.seconds, turn))
         show(company, name, found)
 
 
-def in_pairs(engine: Engine, other: Engine, names: list[str]) -> None:
+def in_pairs(engine: Engine, other: Engine, options: argparse.Namespace) -> None:
     """Steps of two engines at the same time, together, as a share of those of one alone."""
-    for name in names:
+    for name in options.workloads.split(","):
         shares = []
-        for turn in range(TURNS):
-            alone = engine.measure(name, turn)
+        for turn in range(options.turns):
+            alone = engine.measure(name, options.seconds, turn)
             for each in (engine, other):
-                each.begin(name, SECONDS, turn)
+                each.begin(name, options.seconds, turn)
             shares.append(alone * (1 / engine.end() + 1 / other.end()))
         shown = ", ".join(f"{share:.2f}" for share in sorted(shares))
-        print(f"pair     {name:10} {engine.label}: ×{statistics.median(shares):.2f} of one ({shown})",
-              flush=True)  # fmt: skip
+        median = statistics.median(shares)
+        print(f"pair     {name:10} {engine.label}: ×{median:.2f} of one ({shown})", flush=True)
 
 
 def main() -> None:
@@ -195,32 +199,33 @@ def main() -> None:
     parser.add_argument("--other", type=Path, help="the folder `src` of another version")
     parser.add_argument("--company", default="idle,busy,pair,quota")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.5)
     options = parser.parse_args()
     if options.serve:
         return serve(options.serve, options.threads)
-    names = options.workloads.split(",")
     engines = [Engine("this", SOURCE, options.model, count) for count in (1, options.threads)]
     if options.other:
         engines.append(Engine("other", options.other, options.model, options.threads))
     try:
         for engine in engines:  # ready, and warm
-            for name in names:
+            for name in options.workloads.split(","):
                 engine.begin(name, 0.1, 99)
                 engine.end()
         wanted = options.company.split(",")
         if "idle" in wanted:
-            in_turns("idle", engines, names)
+            in_turns("idle", engines, options)
         if "busy" in wanted:
             with busy_cores():
-                in_turns("busy", engines, names)
+                in_turns("busy", engines, options)
         if "pair" in wanted:
             engines.append(Engine("this", SOURCE, options.model, options.threads))
-            in_pairs(engines[1], engines[-1], names)
+            in_pairs(engines[1], engines[-1], options)
         if "quota" in wanted:
             try:
-                in_turns("idle", engines[1:2], names)
+                in_turns("idle", engines[1:2], options)
                 with quota_of(engines[1:2], 1.5):
-                    in_turns("quota", engines[1:2], names)
+                    in_turns("quota", engines[1:2], options)
             except OSError as error:
                 print(f"quota    no control group can be made here: {error}")
     finally:

@@ -3,9 +3,9 @@
 The package can be installed without a compiler. Then `available()` says so, attention uses
 `SDPABackend`, and `make_linear` uses torch's products. The kernels have threads of their own
 (`csrc/threads.cpp`), as many as torch is told to use. The instruction set is the best that the CPU
-has, or the one that `INFER_ISA` names (`INSTRUCTION_SETS`); all kernels obey it. Signatures and records are read from
-`csrc/abi.h`. Pointers are raw addresses here: `attention.cpu` and `kernels.linear` keep the memory
-alive.
+has, or the one that `INFER_ISA` names (`INSTRUCTION_SETS`); all kernels obey it. Signatures and
+records are read from `csrc/abi.h`. Pointers are raw addresses here: `attention.cpu` and
+`kernels.linear` keep the memory alive.
 """
 
 from __future__ import annotations
