@@ -90,12 +90,7 @@ class Engine:
 
     def __init__(self, label: str, source: Path, model: str, threads: int) -> None:
         self.label = f"{label}, {threads} threads"
-        # As the server starts its engine.
         environment = {**os.environ, "PYTHONPATH": str(source)}
-        if (source / "infer/csrc/waiting.h").exists():
-            environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        else:
-            environment.pop("OMP_WAIT_POLICY", None)
         self.process = subprocess.Popen(
             [sys.executable, "-P", __file__, "--serve", model, "--threads", str(threads)],
             env=environment,

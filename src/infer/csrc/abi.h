@@ -59,6 +59,10 @@ int infer_instruction_sets(char* names, int size);
 // Nothing above this instruction set is used from now on; a plan of attention and a linear layer keep theirs.
 void infer_set_isa(const char* name);
 
+// The number of threads for the calls of this thread, for whoever asks infer_threads; 0, as at first: none is set.
+void infer_set_threads(int threads);
+int infer_threads(void);
+
 // A plan of attention over a paged cache. `element`: bytes of a number in the caches; 1: int8, of 64, 128 or
 // 256 numbers a head and pages of strips (attention_bytes.h), with everything else in bfloat16. `windows`
 // [num_windows]: 0 = none. Null if the instruction set does not have it.

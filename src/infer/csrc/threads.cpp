@@ -114,11 +114,19 @@ class Team {
 };
 
 thread_local std::unique_ptr<Team> team;
+thread_local int wanted_threads = 0;
 
 // In the child of a fork the threads do not exist, so nothing can be said to them.
 void forget_team() { (void)team.release(); }
 
 }  // namespace
+
+extern "C" {
+
+void infer_set_threads(int threads) { wanted_threads = threads; }
+int infer_threads(void) { return wanted_threads; }
+
+}  // extern "C"
 
 void run_threads(void (*body)(void*), void* data, int threads) {
   static const int registered = pthread_atfork(nullptr, nullptr, forget_team);

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from infer.kernels import cuda, loader
 from infer.kernels.blocks import NUMBERS, BlockWeight, numbers_of, packed_bytes, panel_kinds
+from infer.kernels.team import num_threads
 
 BITS = {"int8": 8, "int4": 4}
 """Number of bits of a weight, by the name of its quantization."""
@@ -523,7 +524,7 @@ class NativeLinear:
 
     def _pack(self, part: Tensor | BlockWeight, column: int) -> None:
         """Write one of the weights as the outputs from `column` on."""
-        library, threads = loader.loaded(), torch.get_num_threads()
+        library, threads = loader.loaded(), num_threads()
         if isinstance(part, BlockWeight):
             rows = part.rows
             assert rows is not None
@@ -552,7 +553,7 @@ class NativeLinear:
         outputs = outputs.contiguous()
         found = torch.empty((len(outputs), self.in_features), dtype=torch.bfloat16)
         loader.loaded().infer_linear_columns(
-            self.handle, outputs.data_ptr(), len(outputs), found.data_ptr(), torch.get_num_threads()
+            self.handle, outputs.data_ptr(), len(outputs), found.data_ptr(), num_threads()
         )
         return found
 
@@ -569,7 +570,7 @@ class NativeLinear:
             added = residual.data_ptr()
         self._apply(
             *(self.handle, x.data_ptr(), x.stride(0), added, out.data_ptr(), x.shape[0]),
-            torch.get_num_threads(),
+            num_threads(),
         )
         return out
 

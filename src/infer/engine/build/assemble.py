@@ -19,6 +19,7 @@ import torch
 import infer.engine.build.hardware as machine
 import infer.engine.build.machine_share as machine_share
 import infer.main_memory as main_memory
+from infer.attention.cpu import threads_for
 from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size
 from infer.engine.build.checkpoint import (
     Checkpoint,
@@ -340,7 +341,8 @@ def _drafter(
     storage = KVStorage(model.config, num_pages, page_size, dtype=held, device=device)
     attention = make_attention(config.attention_backend, storage, model.config)
     caches = (*storage.keys, *storage.values)
-    runner = ModelRunner(model, attention, None, caches, device, sampler_for(vocab_size))
+    sampler, threads = sampler_for(vocab_size), threads_for(model, attention)
+    runner = ModelRunner(model, attention, None, caches, device, sampler, threads)
     drafter = Drafter(
         runner,
         PageAllocator(num_pages, page_size),
