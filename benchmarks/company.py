@@ -27,6 +27,8 @@ WORKLOADS = {"1 stream": (1, 100), "32 streams": (32, 100), "prompts": (1, 384)}
 SOURCE = Path(__file__).parents[1] / "src"
 QUOTA = Path("/sys/fs/cgroup/cpu/company")
 PERIOD_US = 100_000
+ROUND = 500
+"""steps after which streams begin anew"""
 BUSY = """
 import time
 ends_s = time.monotonic() + 240
@@ -50,19 +52,23 @@ def compute(core: Any, name: str, seconds: float, turn: int) -> dict[str, float]
         core.add(Request(f"{name}-{turn}-{number}", prompt, sampling, seed=0,
                          max_tokens=1 if is_prompts else 600))  # fmt: skip
 
-    number = 0
-    if not is_prompts:
+    def begin() -> None:
+        core.abort_all()
         for number in range(streams):
             add(number)
         while core.scheduler.waiting or any(s.num_output < 2 for s in core.scheduler.running):
             core.step()
-    started_s, steps = time.perf_counter(), 0
-    while time.perf_counter() < started_s + seconds and steps < 550:
+
+    took_s, steps = 0.0, 0
+    while took_s < seconds:
+        if not is_prompts and steps % ROUND == 0:
+            begin()
+        started_s = time.perf_counter()
         if is_prompts:
-            add(number := number + 1)
+            add(steps)
         core.step()
+        took_s += time.perf_counter() - started_s
         steps += 1
-    took_s = time.perf_counter() - started_s
     core.abort_all()
     return {"ms": took_s / steps * 1e3}
 

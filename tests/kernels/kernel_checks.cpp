@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "../../src/infer/csrc/abi.h"
+#include "../../src/infer/csrc/governor.h"
 
 namespace {
 
@@ -523,6 +524,7 @@ void check_threads(Extent extent) {
   std::atomic<long> wrong{0};
   const auto call_often = [&](int caller) {
     for (int i = 0; i < (extent == SHORT ? 12 : 60); ++i) {
+      infer_govern_threads(i % 2);
       const int threads = i % 6 == 5 ? 100 : 1 + (i * 7 + caller) % 9;
       const long M = i % 4 ? 1 + i % 40 : 40, first = (40 - M) / 2;
       const std::vector<uint16_t> some = layer(x.data() + first * shape.K, M, nullptr, threads);
@@ -534,6 +536,61 @@ void check_threads(Extent extent) {
   for (int caller = 0; caller < 3; ++caller) callers.emplace_back(call_often, caller);
   for (std::thread& caller : callers) caller.join();
   check(!wrong, "threads: %ld calls gave other bits", wrong.load());
+  infer_govern_threads(1);
+}
+
+// A machine in virtual time: calls of a millisecond of work, beside others that want some of its processors.
+class Machine {
+ public:
+  Governor governor;
+  int64_t now = 0;
+  int wanted, processors;
+
+  Machine(int of_threads, int of_processors) : wanted(of_threads), processors(of_processors) {}
+
+  // How many threads the calls of some milliseconds have, on average. `speed`: what all of `threads` compute in the
+  // time of one that has a core; `taken`: the share of their time that they have none.
+  template <class Speed, class Taken>
+  double run(int64_t milliseconds, Speed speed, Taken taken) {
+    const int64_t end = now + milliseconds * 1000000;
+    double sum = 0;
+    long calls = 0;
+    for (; now < end; ++calls) {
+      const bool measured = governor.measures_next();
+      const int threads = governor.limit(wanted, processors);
+      const int64_t wall = (int64_t)(1000000 / speed(threads)), cores = 1000000;
+      const double share = taken(threads);
+      now += wall;
+      sum += threads;
+      if (measured) governor.add(threads, {wall, cores, (int64_t)((double)cores * share / (1 - share))}, now);
+    }
+    return sum / (double)calls;
+  }
+};
+
+void check_governor() {
+  const auto as_many = [](int threads) { return (double)threads; };
+  const auto none = [](int) { return 0.02; };
+  for (const int processors : {2, 5, 64}) {
+    Machine machine(processors, processors);
+    check(machine.run(20000, as_many, none) == processors, "governor: an idle machine has fewer than %d threads",
+          processors);
+    const auto like_one = [](int threads) { return threads > 1 ? 0.5 : 0.6; };
+    const auto most = [](int threads) { return threads > 1 ? 0.5 : 0.4; };
+    machine.run(12000, like_one, most);
+    const double few = machine.run(20000, like_one, most);
+    check(few < 1.5, "governor: %g of %d threads where one computes as much", few, processors);
+    machine.run(12000, as_many, none);
+    const double again = machine.run(10000, as_many, none);
+    check(again > 0.97 * processors, "governor: %g of %d threads when the cores are free again", again, processors);
+    const auto half = [](int threads) { return threads / 2.; };
+    const auto taken = [](int) { return 0.5; };
+    machine.run(3000, half, taken);
+    const double all = machine.run(30000, half, taken);
+    check(all > 0.9 * processors, "governor: %g of %d threads where each computes something", all, processors);
+  }
+  Machine many(100, 2);
+  check(many.run(5000, as_many, none) == 2, "governor: more threads than processors");
 }
 
 void check_all(const char* isa, Extent extent) {
@@ -602,6 +659,7 @@ int main(int num_arguments, char** arguments) {
   }
   infer_set_isa("");
   check_threads(extent);
+  check_governor();
   std::printf("%ld passed, %ld failed\n", num_passed, num_failed);
   return num_failed || !num_passed;
 }

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,8 +43,12 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.fixture(autouse=True)
-def several_threads() -> None:
+def several_threads() -> Iterator[None]:
+    """As many as are asked for, whatever the number of processors."""
+    loader.loaded().infer_govern_threads(0)
     torch.set_num_threads(NUM_THREADS)
+    yield
+    loader.loaded().infer_govern_threads(1)
 
 
 def layer() -> NativeLinear:

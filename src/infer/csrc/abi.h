@@ -63,6 +63,14 @@ void infer_set_isa(const char* name);
 void infer_set_threads(int threads);
 int infer_threads(void);
 
+// Whether fewer threads than are wanted execute calls while other processes need the cores, and never more than there
+// are processors; at first they do. Without it tests can have any number.
+void infer_govern_threads(int wanted);
+
+// How the threads of calls have fared in this process, estimated from some calls: numbers [2], nanoseconds that they
+// had a core, and that they were kept from one. Returns how many threads a measured call had last; 0: none was.
+int infer_company(int64_t* numbers);
+
 // A plan of attention over a paged cache. `element`: bytes of a number in the caches; 1: int8, of 64, 128 or
 // 256 numbers a head and pages of strips (attention_bytes.h), with everything else in bfloat16. `windows`
 // [num_windows]: 0 = none. Null if the instruction set does not have it.

@@ -11,10 +11,13 @@
 #include "threads.h"
 
 #include <pthread.h>
+#include <time.h>
 
 #include <memory>
 #include <system_error>
 #include <thread>
+
+#include "governor.h"
 
 namespace {
 
@@ -23,6 +26,17 @@ constexpr uint32_t TICKET = 1 << 16;  // of a call's state; below it: how many m
 
 bool has_tickets(uint32_t state) { return state >= TICKET; }
 uint32_t inside(uint32_t state) { return state % TICKET; }
+
+// Of the process; each call that was measured stands for some.
+std::atomic<int64_t> cores_ns{0}, lost_ns{0};
+std::atomic<int> last_limit{0};
+std::atomic<bool> is_governed{true};
+
+int64_t nanoseconds(clockid_t clock) {
+  timespec at{};
+  clock_gettime(clock, &at);
+  return at.tv_sec * 1000000000ll + at.tv_nsec;
+}
 
 class Team {
  public:
@@ -33,15 +47,43 @@ class Team {
   }
 
   void run(void (*body)(void*), void* data, int threads) noexcept {
-    grow(threads - 1);
-    body_ = body, data_ = data;  // nobody is inside
-    state_.store(TICKET * (uint32_t)std::min<size_t>((size_t)threads - 1, members_.size()));
-    wake_some();
-    body(data);
-    if (inside(state_.fetch_and(TICKET - 1))) await_members();
+    const bool governed = is_governed.load(std::memory_order_relaxed);
+    const int limit = governed ? governor_.limit(threads, processors_) : threads;
+    if (!governor_.measures_next()) return call(body, data, limit);
+    const int stride = governor_.stride();
+    is_measured_ = true, cores_ = lost_ = 0;
+    const int64_t began = nanoseconds(CLOCK_MONOTONIC);
+    call(body, data, limit);
+    const int64_t now = nanoseconds(CLOCK_MONOTONIC);
+    is_measured_ = false;
+    const Measured measured{now - began, cores_, lost_};
+    cores_ns.fetch_add(measured.cores * stride);
+    lost_ns.fetch_add(measured.lost * stride);
+    last_limit.store(limit);
+    if (governed) governor_.add(limit, measured, now);
   }
 
  private:
+  void call(void (*body)(void*), void* data, int threads) {
+    if (threads > 1) {
+      grow(threads - 1);
+      body_ = body, data_ = data;  // nobody is inside
+      state_.store(TICKET * (uint32_t)std::min<size_t>((size_t)threads - 1, members_.size()));
+      wake_some();
+    }
+    execute(body, data);
+    if (threads > 1 && inside(state_.fetch_and(TICKET - 1))) await_members();
+  }
+
+  void execute(void (*body)(void*), void* data) {
+    if (!is_measured_) return body(data);
+    const int64_t began = nanoseconds(CLOCK_MONOTONIC), had = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+    body(data);
+    const int64_t cores = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - had;
+    cores_ += cores;
+    lost_ += std::max<int64_t>(nanoseconds(CLOCK_MONOTONIC) - began - cores, 0);
+  }
+
   void grow(int wanted) {
     try {
       while ((int)members_.size() < std::min(wanted, MOST_THREADS)) members_.emplace_back([this] { live(); });
@@ -70,7 +112,7 @@ class Team {
   void live() noexcept {
     while (take_ticket()) {
       wake_some();
-      body_(data_);
+      execute(body_, data_);
       leave();
     }
   }
@@ -104,12 +146,16 @@ class Team {
   // Written by the caller while nobody is inside.
   void (*body_)(void*) = nullptr;
   void* data_ = nullptr;
+  bool is_measured_ = false;
 
   alignas(64) std::atomic<uint32_t> state_{0};  // tickets and members inside
   alignas(64) Word woken_{0};                   // on which members sleep
   std::atomic<int> asleep_{0};
   Word caller_sleeps_{0};
   std::atomic<bool> ending_{false};
+  std::atomic<int64_t> cores_{0}, lost_{0};  // of a call that is measured
+  Governor governor_;
+  const int processors_ = std::max(1, (int)std::thread::hardware_concurrency());
   std::vector<std::thread> members_;
 };
 
@@ -125,6 +171,13 @@ extern "C" {
 
 void infer_set_threads(int threads) { wanted_threads = threads; }
 int infer_threads(void) { return wanted_threads; }
+
+void infer_govern_threads(int wanted) { is_governed.store(wanted != 0); }
+
+int infer_company(int64_t* numbers) {
+  numbers[0] = cores_ns.load(), numbers[1] = lost_ns.load();
+  return last_limit.load();
+}
 
 }  // extern "C"
 
