@@ -285,6 +285,7 @@ void infer_attention_free(void* plan) { delete (AttentionPlan*)plan; }
 int infer_attention_plan(void* plan, int B, const int64_t* starts, const int64_t* lengths, const int64_t* slots,
                          const int64_t* tables, long table_width, int threads) {
   AttentionPlan& e = *(AttentionPlan*)plan;
+  expect_threads(threads);
   e.threads = threads;
   e.num_tokens = starts[B];
   e.slots = slots;

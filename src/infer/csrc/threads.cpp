@@ -63,6 +63,11 @@ class Team {
     if (governed) governor_.add(limit, measured, now);
   }
 
+  void expect(int threads) {
+    const int limit = is_governed.load(std::memory_order_relaxed) ? governor_.limit(threads, processors_) : threads;
+    if (limit > 1 && asleep_.load()) wake_members(std::min(limit - 1, 2));
+  }
+
  private:
   void call(void (*body)(void*), void* data, int threads) {
     if (threads > 1) {
@@ -180,6 +185,10 @@ int infer_company(int64_t* numbers) {
 }
 
 }  // extern "C"
+
+void expect_threads(int threads) {
+  if (team && threads > 1) team->expect(threads);
+}
 
 void run_threads(void (*body)(void*), void* data, int threads) {
   static const int registered = pthread_atfork(nullptr, nullptr, forget_team);

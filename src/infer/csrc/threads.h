@@ -7,3 +7,6 @@
 // A body takes parts from a counter until none is left, so it is complete with any number of threads. It must not
 // throw.
 void run_threads(void (*body)(void*), void* data, int threads);
+
+// Says that such a call comes within microseconds: members that sleep wake up meanwhile.
+void expect_threads(int threads);
