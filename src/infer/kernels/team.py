@@ -1,4 +1,4 @@
-"""The threads of the CPU kernels: how many they are
+"""The threads of the CPU kernels: how many they are, and whether they have their cores
 
 As many as torch's. OpenMP's threads, which torch has, look for work for milliseconds after each of
 torch's operations, on the cores that a kernel needs next, and such an operation waits for all of
@@ -8,9 +8,23 @@ only kernels compute (`ForKernels`), and they have its threads.
 
 from __future__ import annotations
 
+import logging
+import time
+from array import array
+from collections.abc import Callable
+
 import torch
 
 from infer.kernels import loader
+
+log = logging.getLogger(__name__)
+
+WINDOW_S = 2.0
+"""seconds of which `CoresTaken` tells the mean"""
+MANY = 0.25
+"""share of the threads' time without a core about which there is a line in the log"""
+SILENCE_S = 600.0
+"""seconds in which there is one such line at most"""
 
 
 def num_threads() -> int:
@@ -36,3 +50,49 @@ class ForKernels:
         if self._count > 1:
             loader.loaded().infer_set_threads(0)
             torch.set_num_threads(self._count)
+
+
+def read_company() -> tuple[int, int, int]:
+    """How the kernels' threads have fared in this process: (nanoseconds that they had a core,
+    nanoseconds that they were kept from one, threads of the last call that was measured)."""
+    if isinstance(library := loader.library(), str):
+        return 0, 0, 0
+    numbers = array("q", [0, 0])
+    threads: int = library.infer_company(numbers.buffer_info()[0])
+    return numbers[0], numbers[1], threads
+
+
+class CoresTaken:
+    """How many of the kernels' cores other processes have had lately; a line in the log when they
+    begin to need many."""
+
+    def __init__(
+        self,
+        read: Callable[[], tuple[int, int, int]] = read_company,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`read`: see `read_company`. `clock`: seconds."""
+        self._read, self._clock = read, clock
+        self._before, self._since_s = read()[:2], clock()
+        self._said_s = float("-inf")
+        self._taken = 0.0
+
+    def __call__(self) -> float:
+        """Threads that had no core, on average over the last seconds in which kernels ran; 0 where
+        none ran."""
+        now_s = self._clock()
+        if now_s < self._since_s + WINDOW_S:
+            return self._taken
+        had, lost, threads = self._read()
+        new_had, new_lost = had - self._before[0], lost - self._before[1]
+        share = new_lost / (new_had + new_lost) if new_lost else 0.0
+        self._before, self._since_s, self._taken = (had, lost), now_s, share * threads
+        if share > MANY and now_s > self._said_s + SILENCE_S:
+            self._said_s = now_s
+            log.warning(
+                "other processes need the cores: the kernels' threads (%d now) had none for %.0f %%"
+                " of their time; steps take longer, and fewer threads are used where that helps",
+                threads,
+                100 * share,
+            )
+        return self._taken

@@ -50,6 +50,7 @@ from infer.errors import ConfigError, LoadError
 from infer.files import reading
 from infer.kernels import cuda
 from infer.kernels.invariance import batch_invariance_problem
+from infer.kernels.team import CoresTaken
 from infer.models.model import Model, build_model
 from infer.models.weights import WeightSource
 from infer.readable_text import readable
@@ -296,7 +297,7 @@ def _build(
     held = None if before is None or after is None else after - before
     _log_ready(checkpoint.name, plan, device, held, num_pages, started_s)
     kv_bytes = (num_pages + 1) * plan.page_size * plan.kv_bytes_per_token
-    core = EngineCore(scheduler, runner, announce, kv_bytes=kv_bytes)
+    core = EngineCore(scheduler, runner, announce, kv_bytes=kv_bytes, cores_taken=CoresTaken())
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
     return core, limits
