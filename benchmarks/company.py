@@ -73,7 +73,7 @@ def compute(core: Any, name: str, seconds: float, turn: int) -> dict[str, float]
     return {"ms": took_s / steps * 1e3}
 
 
-def serve(model: str, threads: int) -> None:
+def serve(model: str, dtype: str, threads: int) -> None:
     """The program of an engine's process: workloads come as lines of JSON, results go."""
     import torch
 
@@ -81,7 +81,7 @@ def serve(model: str, threads: int) -> None:
     from infer.config import EngineConfig
 
     settings: dict[str, Any] = {"num_threads": threads, "kv_cache_memory_bytes": 1 << 30}
-    settings |= {"enable_prefix_caching": False, "max_seq_len": 768}
+    settings |= {"enable_prefix_caching": False, "max_seq_len": 768, "dtype": dtype}
     if model != "shipped":
         settings["model"] = model
         settings["load_format"] = "auto" if model.endswith(".gguf") else "dummy"
@@ -94,12 +94,12 @@ def serve(model: str, threads: int) -> None:
 class Engine:
     """An engine in a process of its own."""
 
-    def __init__(self, label: str, source: Path, model: str, threads: int) -> None:
+    def __init__(self, label: str, source: Path, options: argparse.Namespace, threads: int) -> None:
         self.label = f"{label}, {threads} threads"
-        environment = {**os.environ, "PYTHONPATH": str(source)}
+        own = ["--serve", options.model, "--dtype", options.dtype, "--threads", str(threads)]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "--serve", model, "--threads", str(threads)],
-            env=environment,
+            [sys.executable, "-P", __file__, *own],
+            env={**os.environ, "PYTHONPATH": str(source)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default="shipped", help="shipped, a GGUF file or a folder")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--other", type=Path, help="the folder `src` of another version")
     parser.add_argument("--company", default="idle,busy,pair,quota")
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
@@ -204,10 +205,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.5)
     options = parser.parse_args()
     if options.serve:
-        return serve(options.serve, options.threads)
-    engines = [Engine("this", SOURCE, options.model, count) for count in (1, options.threads)]
+        return serve(options.serve, options.dtype, options.threads)
+    engines = [Engine("this", SOURCE, options, count) for count in (1, options.threads)]
     if options.other:
-        engines.append(Engine("other", options.other, options.model, options.threads))
+        engines.append(Engine("other", options.other, options, options.threads))
     try:
         for engine in engines:  # ready, and warm
             for name in options.workloads.split(","):
@@ -220,7 +221,7 @@ def main() -> None:
             with busy_cores():
                 in_turns("busy", engines, options)
         if "pair" in wanted:
-            engines.append(Engine("this", SOURCE, options.model, options.threads))
+            engines.append(Engine("this", SOURCE, options, options.threads))
             in_pairs(engines[1], engines[-1], options)
         if "quota" in wanted:
             try:

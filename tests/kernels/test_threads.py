@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,14 @@ from torch import Tensor
 from infer import LLM, SamplingParams
 from infer.kernels import loader
 from infer.kernels.linear import NativeLinear, native_obstacle
-from infer.kernels.team import CoresTaken, ForKernels, num_threads, read_company
+from infer.kernels.team import (
+    CoresTaken,
+    ForKernels,
+    WithTorch,
+    num_threads,
+    parallel,
+    read_company,
+)
 from tests.support.server_process import ENV
 
 pytestmark = [
@@ -169,9 +177,9 @@ def test_an_engine_computes_with_all_threads_of_the_kernels(
 ) -> None:
     """Torch's own threads, which would look for work beside them, get none in a step."""
     seen: list[tuple[int, int]] = []
-    settings = {"dtype": "bfloat16", "num_threads": NUM_THREADS, "kv_cache_memory_bytes": 1 << 26}
-    with LLM(max_seq_len=64, **settings) as llm:
-        runner = llm.core.runner
+    settings: dict[str, Any] = {"num_threads": NUM_THREADS, "kv_cache_memory_bytes": 1 << 26}
+    with LLM(max_seq_len=64, dtype="bfloat16", **settings) as llm:
+        runner: Any = llm.core.runner
         computed = runner.model.logits
 
         def logits(hidden: Tensor) -> Tensor:
@@ -181,3 +189,13 @@ def test_an_engine_computes_with_all_threads_of_the_kernels(
         monkeypatch.setattr(runner.model, "logits", logits)
         llm.generate(["Once"], SamplingParams(max_tokens=3), use_tqdm=False)
     assert set(seen) == {(1, NUM_THREADS)}
+
+
+@pytest.mark.skipif(parallel() is None, reason="torch's OpenMP runtime is not found here")
+def test_beside_torch_the_kernels_have_its_threads() -> None:
+    product, x = layer(), rows(40)
+    expected = product(x)
+    had, lost, _ = read_company()
+    with WithTorch():
+        assert all(torch.equal(product(x), expected) for _ in range(100))
+    assert read_company()[:2] == (had, lost), "the team has slept"

@@ -23,7 +23,7 @@ from infer.kernels.invariance import linears
 from infer.kernels.layer_stack import LayerStack
 from infer.kernels.linear import NativeLinear
 from infer.kernels.rotary import Angles, QKRotation
-from infer.kernels.team import ForKernels, num_threads
+from infer.kernels.team import ForKernels, WithTorch, num_threads
 
 MAX_HEAD_DIM = 256
 """Maximum size of a head that the kernel supports."""
@@ -130,10 +130,12 @@ class NativeBackend:
         return x.contiguous()
 
 
-def threads_for(model: object, attention: object) -> ForKernels | None:
-    """The context for steps that only kernels compute; None where torch computes products, too.
+def threads_for(model: object, attention: object) -> ForKernels | WithTorch | None:
+    """The context for steps: who has the threads, the kernels or torch; None without kernels.
 
     `model`: as for `linears`; `attention`: its backend."""
     layers = list(linears(model))
     is_native = bool(layers) and all(isinstance(layer, NativeLinear) for layer in layers)
-    return ForKernels() if is_native and isinstance(attention, NativeBackend) else None
+    if not isinstance(attention, NativeBackend):
+        return None
+    return ForKernels() if is_native else WithTorch()

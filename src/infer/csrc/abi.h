@@ -67,6 +67,10 @@ int infer_threads(void);
 // are processors; at first they do. Without it tests can have any number.
 void infer_govern_threads(int wanted);
 
+// The calls of this thread are executed by the threads of an OpenMP runtime, whose GOMP_parallel this is; null, as at
+// first: by a team.
+void infer_use_openmp(void* parallel);
+
 // How the threads of calls have fared in this process, estimated from some calls: numbers [2], nanoseconds that they
 // had a core, and that they were kept from one. Returns how many threads a measured call had last; 0: none was.
 int infer_company(int64_t* numbers);

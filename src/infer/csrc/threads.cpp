@@ -167,6 +167,9 @@ class Team {
 thread_local std::unique_ptr<Team> team;
 thread_local int wanted_threads = 0;
 
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+thread_local Parallel openmp = nullptr;
+
 // In the child of a fork the threads do not exist, so nothing can be said to them.
 void forget_team() { (void)team.release(); }
 
@@ -176,6 +179,8 @@ extern "C" {
 
 void infer_set_threads(int threads) { wanted_threads = threads; }
 int infer_threads(void) { return wanted_threads; }
+
+void infer_use_openmp(void* parallel) { openmp = (Parallel)parallel; }
 
 void infer_govern_threads(int wanted) { is_governed.store(wanted != 0); }
 
@@ -187,13 +192,14 @@ int infer_company(int64_t* numbers) {
 }  // extern "C"
 
 void expect_threads(int threads) {
-  if (team && threads > 1) team->expect(threads);
+  if (team && threads > 1 && !openmp) team->expect(threads);
 }
 
 void run_threads(void (*body)(void*), void* data, int threads) {
   static const int registered = pthread_atfork(nullptr, nullptr, forget_team);
   (void)registered;
   if (threads <= 1) return body(data);
+  if (openmp) return openmp(body, data, (unsigned)threads, 0);
   if (!team) team = std::make_unique<Team>();
   team->run(body, data, threads);
 }

@@ -3,15 +3,20 @@
 As many as torch's. OpenMP's threads, which torch has, look for work for milliseconds after each of
 torch's operations, on the cores that a kernel needs next, and such an operation waits for all of
 them, however long another process keeps one from its core. So torch has one thread in a step that
-only kernels compute (`ForKernels`), and they have its threads.
+only kernels compute (`ForKernels`), and they have its threads. In a step in which torch computes
+products they share OpenMP's (`WithTorch`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
+import sys
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -32,6 +37,38 @@ def num_threads() -> int:
     if isinstance(library := loader.library(), str):
         return torch.get_num_threads()
     return library.infer_threads() or torch.get_num_threads()
+
+
+@functools.cache
+def parallel() -> int | None:
+    """The address of `GOMP_parallel` in torch's OpenMP runtime.
+
+    None if it is not found, as on macOS.
+    """
+    try:
+        # A symbol is looked up in the library's dependencies too, so the runtime's file name does
+        # not matter.
+        name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
+        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+        return ctypes.cast(torch_cpu.GOMP_parallel, ctypes.c_void_p).value
+    except (OSError, AttributeError):
+        return None
+
+
+class WithTorch:
+    """A context in which the kernels that this thread calls use torch's threads, if they are found.
+
+    For steps in which torch computes products: its threads look for work between them, on the cores
+    that a team of the kernels would need.
+    """
+
+    def __enter__(self) -> None:
+        """Begin."""
+        loader.loaded().infer_use_openmp(parallel())
+
+    def __exit__(self, *error: object) -> None:
+        """End."""
+        loader.loaded().infer_use_openmp(None)
 
 
 class ForKernels:
