@@ -63,7 +63,7 @@ def sweep(layers: list[Linear], num_rows: int) -> Callable[[], object]:
 
 def reading(memory: Tensor) -> Callable[[], object]:
     """A function that reads a tensor once."""
-    arguments = memory.nbytes, loader.parallel(), torch.get_num_threads()
+    arguments = memory.nbytes, torch.get_num_threads()
     return lambda: loader.loaded().infer_read(memory.data_ptr(), *arguments)
 
 

@@ -17,11 +17,11 @@ from infer.kernels import linear, loader
 
 SUBJECTS = [
     *("infer", "processor", "cores", "memory", "GPU"),
-    *("kernels", "linear layers", "dtype", "KV cache", "threads"),
+    *("kernels", "linear layers", "dtype", "KV cache", "threads", "other processes"),
 ]
 
 
-def test_ten_lines() -> None:
+def test_a_line_for_each_subject() -> None:
     shown = CliRunner().invoke(app, ["doctor", "--device", "cpu"])
     assert shown.exit_code == 0, shown.output
     assert all(subject in shown.output for subject in SUBJECTS)
@@ -61,6 +61,16 @@ def test_what_other_machines_have(tmp_path: Path) -> None:
     group.write_text("50000 100000", encoding="utf-8")
     state, _ = found(tmp_path, "threads")
     assert state.startswith("1")
+    assert found(tmp_path, "other processes")[0].startswith("the system does not say")
+    pressure = tmp_path / "proc/pressure/cpu"
+    pressure.parent.mkdir()
+    for percent, advice in (("3.20", ""), ("61.70", "cores that others do not need")):
+        line = f"some avg10=96.95 avg60={percent} avg300=51.54 total=8114125227\n"
+        pressure.write_text(line + "full avg10=0.00 avg60=0.00\n", encoding="utf-8")
+        state, advised = found(tmp_path, "other processes")
+        assert f"{float(percent):.0f} % of the last minute" in state
+        assert advised.startswith(advice)
+        assert bool(advised) == bool(advice)
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

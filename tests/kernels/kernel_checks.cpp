@@ -8,15 +8,19 @@
 // failed". What is not asked for is checked for all sets.
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "../../src/infer/csrc/abi.h"
+#include "../../src/infer/csrc/governor.h"
 
 namespace {
 
@@ -96,7 +100,7 @@ class LinearLayer {
       : shape_(shape), packed_(infer_linear_packed_bytes(shape.N, shape.K, shape.bits, shape.gate)) {
     layer_ = infer_linear_new(isa, packed_.at, shape.N, shape.K, shape.bits, shape.gate, 0, shape.bits < 16,
                               shape.with_bias ? bias.data() : nullptr, shape.with_norm ? norm.data() : nullptr, 1e-6f,
-                              nullptr, nullptr);
+                              nullptr);
     // Two sources, as the parts of a fused layer come.
     const long first = shape.N / 3;
     if (first) infer_linear_pack(layer_, weight.data(), first, shape.K, 0, 2);
@@ -260,7 +264,7 @@ class BlockLayer {
         K_(K),
         types_((size_t)((N + 31) / 32), s.type),
         packed_((N + 31) / 32 * infer_blocks_panel_bytes(s.type, K)) {
-    layer_ = infer_linear_new(isa, packed_.at, N, K, 8, 0, 0, 0, nullptr, nullptr, 0, types_.data(), nullptr);
+    layer_ = infer_linear_new(isa, packed_.at, N, K, 8, 0, 0, 0, nullptr, nullptr, 0, types_.data());
     infer_linear_pack_blocks(layer_, rows.data(), s.type, N, K / s.inputs * s.bytes, 0, 2);
   }
   BlockLayer(const BlockLayer&) = delete;
@@ -339,7 +343,7 @@ class World {
     Aligned keys(num_pages * s_.page_size * s_.G * cell), values(num_pages * s_.page_size * s_.G * cell);
     std::vector<char> results((size_t)(total_ * s_.H * s_.D * size));
     void* plan = infer_attention_new(isa, s_.H, s_.G, s_.D, s_.page_size, s_.element, (float)(1 / std::sqrt(s_.D)),
-                                     &s_.window, 1, nullptr);
+                                     &s_.window, 1);
     if (!plan) return {};
     for (long done = 0;; done += chunk) {
       std::vector<int64_t> starts{0}, lengths, slots, tables;
@@ -475,7 +479,7 @@ std::vector<uint16_t> rotated_keys(const char* isa, int D, bool with_norms) {
   for (int t = 0; t < TOKENS; ++t) slots.push_back(t);
   Aligned keys(3 * PAGE * HEADS * D * 2), values(3 * PAGE * HEADS * D * 2);
   std::vector<uint16_t> out((size_t)(TOKENS * HEADS * D));
-  void* plan = infer_attention_new(isa, HEADS, HEADS, D, PAGE, 2, 1.f, &window, 1, nullptr);
+  void* plan = infer_attention_new(isa, HEADS, HEADS, D, PAGE, 2, 1.f, &window, 1);
   infer_attention_plan(plan, 1, starts, lengths, slots.data(), table, 3, 1);
   const float* norms = with_norms ? norm.data() : nullptr;
   infer_attention_attend(plan, 0, keys.at, values.at, q.data(), q.data(), q.data(), out.data(), HEADS * D, HEADS * D,
@@ -504,8 +508,89 @@ std::vector<int64_t> drawn_tokens(const char* isa) {
     wanted.push_back({0.5 + (double)row / 24, narrow ? 0.7 : 1, narrow ? 0.01 : 0, (uint64_t)row, (uint64_t)row, 10});
   }
   std::vector<int64_t> tokens((size_t)ROWS);
-  infer_draw(logits.data(), tops.data(), N, N, 1, wanted.data(), ROWS, tokens.data(), nullptr, 2);
+  infer_draw(logits.data(), tops.data(), N, N, 1, wanted.data(), ROWS, tokens.data(), 2);
   return tokens;
+}
+
+// ---- Threads -------------------------------------------------------------------------------------
+
+// Several callers at the same time, each with a team whose members are awake, asleep or more than there are processors.
+void check_threads(Extent extent) {
+  const LinearShape shape{512, 1000, 16, 0, false, false};
+  const std::vector<uint16_t> weight = random_bfloat16(shape.N * shape.K, 0.04, 31),
+                              x = random_bfloat16(40 * shape.K, 1, 32);
+  const LinearLayer layer("portable", shape, weight, {}, {});
+  const std::vector<uint16_t> alone = layer(x.data(), 40, nullptr, 1);
+  std::atomic<long> wrong{0};
+  const auto call_often = [&](int caller) {
+    for (int i = 0; i < (extent == SHORT ? 12 : 60); ++i) {
+      infer_govern_threads(i % 2);
+      const int threads = i % 6 == 5 ? 100 : 1 + (i * 7 + caller) % 9;
+      const long M = i % 4 ? 1 + i % 40 : 40, first = (40 - M) / 2;
+      const std::vector<uint16_t> some = layer(x.data() + first * shape.K, M, nullptr, threads);
+      wrong += !std::equal(some.begin(), some.end(), alone.begin() + first * shape.N);
+      if (i % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(i * 20));
+    }
+  };
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 3; ++caller) callers.emplace_back(call_often, caller);
+  for (std::thread& caller : callers) caller.join();
+  check(!wrong, "threads: %ld calls gave other bits", wrong.load());
+  infer_govern_threads(1);
+}
+
+// A machine in virtual time: calls of a millisecond of work, beside others that want some of its processors.
+class Machine {
+ public:
+  Governor governor;
+  int64_t now = 0;
+  int wanted, processors;
+
+  Machine(int of_threads, int of_processors) : wanted(of_threads), processors(of_processors) {}
+
+  // How many threads the calls of some milliseconds have, on average. `speed`: what all of `threads` compute in the
+  // time of one that has a core; `taken`: the share of their time that they have none.
+  template <class Speed, class Taken>
+  double run(int64_t milliseconds, Speed speed, Taken taken) {
+    const int64_t end = now + milliseconds * 1000000;
+    double sum = 0;
+    long calls = 0;
+    for (; now < end; ++calls) {
+      const bool measured = governor.measures_next();
+      const int threads = governor.limit(wanted, processors);
+      const int64_t wall = (int64_t)(1000000 / speed(threads)), cores = 1000000;
+      const double share = taken(threads);
+      now += wall;
+      sum += threads;
+      if (measured) governor.add(threads, {wall, cores, (int64_t)((double)cores * share / (1 - share))}, now);
+    }
+    return sum / (double)calls;
+  }
+};
+
+void check_governor() {
+  const auto as_many = [](int threads) { return (double)threads; };
+  const auto none = [](int) { return 0.02; };
+  for (const int processors : {2, 5, 64}) {
+    Machine machine(processors, processors);
+    check(machine.run(20000, as_many, none) == processors, "governor: an idle machine has fewer than %d threads",
+          processors);
+    const auto like_one = [](int threads) { return threads > 1 ? 0.5 : 0.6; };
+    const auto most = [](int threads) { return threads > 1 ? 0.5 : 0.4; };
+    machine.run(12000, like_one, most);
+    const double few = machine.run(20000, like_one, most);
+    check(few < 1.5, "governor: %g of %d threads where one computes as much", few, processors);
+    machine.run(12000, as_many, none);
+    const double again = machine.run(10000, as_many, none);
+    check(again > 0.97 * processors, "governor: %g of %d threads when the cores are free again", again, processors);
+    const auto half = [](int threads) { return threads / 2.; };
+    const auto taken = [](int) { return 0.5; };
+    machine.run(3000, half, taken);
+    const double all = machine.run(30000, half, taken);
+    check(all > 0.9 * processors, "governor: %g of %d threads where each computes something", all, processors);
+  }
+  Machine many(100, 2);
+  check(many.run(5000, as_many, none) == 2, "governor: more threads than processors");
 }
 
 void check_all(const char* isa, Extent extent) {
@@ -572,6 +657,9 @@ int main(int num_arguments, char** arguments) {
     }
     name.clear();
   }
+  infer_set_isa("");
+  check_threads(extent);
+  check_governor();
   std::printf("%ld passed, %ld failed\n", num_passed, num_failed);
   return num_failed || !num_passed;
 }

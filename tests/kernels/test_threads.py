@@ -1,4 +1,4 @@
-"""Tests of the library's own threads, which execute calls where torch's runtime is out of reach."""
+"""Tests of the library's threads."""
 
 from __future__ import annotations
 
@@ -6,15 +6,26 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from infer import LLM, SamplingParams
 from infer.kernels import loader
-from infer.kernels.linear import NativeLinear
+from infer.kernels.linear import NativeLinear, native_obstacle
+from infer.kernels.team import (
+    CoresTaken,
+    ForKernels,
+    WithTorch,
+    num_threads,
+    parallel,
+    read_company,
+)
 from tests.support.server_process import ENV
 
 pytestmark = [
@@ -27,7 +38,6 @@ FORKS = """
 import os, sys, torch
 from tests.kernels import test_threads as here
 
-here.loader.parallel = lambda: None
 torch.set_num_threads(here.NUM_THREADS)
 layer, x = here.layer(), here.rows(40)
 
@@ -43,10 +53,12 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 @pytest.fixture(autouse=True)
-def own_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where torch's OpenMP runtime cannot be found."""
-    monkeypatch.setattr(loader, "parallel", lambda: None)
+def several_threads() -> Iterator[None]:
+    """As many as are asked for, whatever the number of processors."""
+    loader.loaded().infer_govern_threads(0)
     torch.set_num_threads(NUM_THREADS)
+    yield
+    loader.loaded().infer_govern_threads(1)
 
 
 def layer() -> NativeLinear:
@@ -115,3 +127,75 @@ def test_after_a_fork_both_processes_compute() -> None:
         encoding="utf-8",
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_cores_that_others_have_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    now_s, fared = [100.0], [(5, 5, 2)]
+    taken = CoresTaken(lambda: fared[0], lambda: now_s[0])
+
+    def later(had: int, lost: int, threads: int = 2) -> float:
+        now_s[0] += 3
+        fared[0] = (fared[0][0] + had, fared[0][1] + lost, threads)
+        return taken()
+
+    assert taken() == 0
+    assert later(98, 2) == pytest.approx(0.04)
+    assert not caplog.records
+    assert later(50, 50) == pytest.approx(1.0)
+    assert later(60, 40, threads=1) == pytest.approx(0.4)
+    assert later(0, 0) == 0, "no kernel ran"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "other processes need the cores" in caplog.text
+    now_s[0] += 600
+    later(50, 50)
+    assert len(caplog.records) == 2
+
+
+def test_the_time_of_threads_is_counted() -> None:
+    product, x = layer(), rows(40)
+    had, lost, _ = read_company()
+    for _ in range(200):
+        product(x)
+    after, lost_after, threads = read_company()
+    assert after > had
+    assert lost_after >= lost
+    assert threads == NUM_THREADS
+
+
+def test_torch_has_one_thread_where_only_kernels_compute() -> None:
+    with ForKernels():
+        assert (torch.get_num_threads(), num_threads()) == (1, NUM_THREADS)
+    assert (torch.get_num_threads(), num_threads()) == (NUM_THREADS, NUM_THREADS)
+    with pytest.raises(KeyError), ForKernels():
+        raise KeyError
+    assert (torch.get_num_threads(), num_threads()) == (NUM_THREADS, NUM_THREADS)
+
+
+@pytest.mark.skipif(native_obstacle() is not None, reason=str(native_obstacle()))
+def test_an_engine_computes_with_all_threads_of_the_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Torch's own threads, which would look for work beside them, get none in a step."""
+    seen: list[tuple[int, int]] = []
+    settings: dict[str, Any] = {"num_threads": NUM_THREADS, "kv_cache_memory_bytes": 1 << 26}
+    with LLM(max_seq_len=64, dtype="bfloat16", **settings) as llm:
+        runner: Any = llm.core.runner
+        computed = runner.model.logits
+
+        def logits(hidden: Tensor) -> Tensor:
+            seen.append((torch.get_num_threads(), num_threads()))
+            return computed(hidden)
+
+        monkeypatch.setattr(runner.model, "logits", logits)
+        llm.generate(["Once"], SamplingParams(max_tokens=3), use_tqdm=False)
+    assert set(seen) == {(1, NUM_THREADS)}
+
+
+@pytest.mark.skipif(parallel() is None, reason="torch's OpenMP runtime is not found here")
+def test_beside_torch_the_kernels_have_its_threads() -> None:
+    product, x = layer(), rows(40)
+    expected = product(x)
+    had, lost, _ = read_company()
+    with WithTorch():
+        assert all(torch.equal(product(x), expected) for _ in range(100))
+    assert read_company()[:2] == (had, lost), "the team has slept"

@@ -19,8 +19,11 @@ from torch import Tensor
 
 from infer.attention.layout import BatchLayout
 from infer.kernels import loader
+from infer.kernels.invariance import linears
 from infer.kernels.layer_stack import LayerStack
+from infer.kernels.linear import NativeLinear
 from infer.kernels.rotary import Angles, QKRotation
+from infer.kernels.team import ForKernels, WithTorch, num_threads
 
 MAX_HEAD_DIM = 256
 """Maximum size of a head that the kernel supports."""
@@ -81,7 +84,7 @@ class NativeBackend:
         numbers = array("q", distinct)
         self._handle = self._library.infer_attention_new(
             *(self.isa.encode(), num_heads, num_kv_heads, head_dim, page_size, held.itemsize),
-            *(scale, *numbers.buffer_info(), loader.parallel()),
+            *(scale, *numbers.buffer_info()),
         )
         weakref.finalize(self, self._library.infer_attention_free, self._handle)
         self._attend = functools.partial(self._library.infer_attention_attend, self._handle)
@@ -96,7 +99,7 @@ class NativeBackend:
         starts, lengths = array("q", layout.query_start_loc), array("q", layout.seq_lens)
         self.num_items: int = self._library.infer_attention_plan(
             *(self._handle, len(lengths), starts.buffer_info()[0], lengths.buffer_info()[0]),
-            *(slots.data_ptr(), tables.data_ptr(), tables.stride(0), torch.get_num_threads()),
+            *(slots.data_ptr(), tables.data_ptr(), tables.stride(0), num_threads()),
         )
 
     def __call__(
@@ -125,3 +128,14 @@ class NativeBackend:
         if x.stride(2) == 1 and x.stride(1) == self._head_dim:
             return x
         return x.contiguous()
+
+
+def threads_for(model: object, attention: object) -> ForKernels | WithTorch | None:
+    """The context for steps: who has the threads, the kernels or torch; None without kernels.
+
+    `model`: as for `linears`; `attention`: its backend."""
+    layers = list(linears(model))
+    is_native = bool(layers) and all(isinstance(layer, NativeLinear) for layer in layers)
+    if not isinstance(attention, NativeBackend):
+        return None
+    return ForKernels() if is_native else WithTorch()

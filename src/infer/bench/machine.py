@@ -160,7 +160,7 @@ def reader(memory: torch.Tensor) -> Callable[[], float]:
         if isinstance(library, str):
             memory.sum()
         else:
-            arguments = (memory.nbytes, loader.parallel(), torch.get_num_threads())
+            arguments = (memory.nbytes, torch.get_num_threads())
             library.infer_read(memory.data_ptr(), *arguments)
         return memory.nbytes / (time.perf_counter() - started_s) / 1e9
 

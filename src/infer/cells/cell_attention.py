@@ -37,14 +37,15 @@ class CellAttention:
         self._window_of = [layer.window for layer in config.layers()]
         self.windows = sorted({window for window in self._window_of if window is not None})
         """Distinct windows of the layers, in positions."""
-        self._backend = make(self._window_of)
+        self.backend = make(self._window_of)
+        """The backend of all layers."""
         self._exact = {window: make([None] * config.num_layers) for window in self.windows}
 
     def plan(self, part: PartLayout) -> Attend:
         """Prepare for a part of a batch; returns the callable that the model attends with."""
-        self._backend.plan(part.layout)
+        self.backend.plan(part.layout)
         if not part.by_window:
-            return self._backend
+            return self.backend
         for window, layout in part.by_window.items():
             self._exact[window].plan(layout)
 
@@ -52,7 +53,7 @@ class CellAttention:
             layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
         ) -> Tensor:
             window = self._window_of[layer]
-            backend = self._backend if window is None else self._exact[window]
+            backend = self.backend if window is None else self._exact[window]
             return backend(layer, q, k, v, turn)
 
         return attend

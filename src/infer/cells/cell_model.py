@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import infer.engine.build.hardware as machine
 import infer.main_memory as main_memory
-from infer.attention.cpu import NativeBackend, obstacle
+from infer.attention.cpu import NativeBackend, obstacle, threads_for
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig
@@ -109,6 +110,10 @@ class CellModel:
         arguments = config.attention()
         arguments["windows"] = list(windows)
         return kind(storage.keys, storage.values, **arguments)
+
+    def threads(self, attention: AttentionBackend) -> AbstractContextManager[None]:
+        """A context for forward passes: whether torch or the kernels have the threads."""
+        return threads_for(self.model, attention) or nullcontext()
 
 
 def load_model(model: str | None = None, **settings: Any) -> CellModel:

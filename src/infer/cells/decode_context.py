@@ -102,6 +102,7 @@ class Context:
         self._raises = raise_on_error
         self._storage = storage = model.storage(num_cells)
         self._attention = CellAttention(config, lambda windows: model.backend(storage, windows))
+        self._threads = model.threads(self._attention.backend)
         self._rotation = KeyRotation(config, storage.keys)
         self._logits: Float32 = np.zeros((0, config.vocab_size), np.float32)
         self._output_ids: list[int] = []
@@ -151,7 +152,8 @@ class Context:
         try:
             if self.cells.shift.any():
                 rotated = self._rotate()
-            logits = self._forward(batch, Visibility(self.cells, batch, placed), abort)
+            with self._threads:
+                logits = self._forward(batch, Visibility(self.cells, batch, placed), abort)
         except BaseException:
             self.cells.take_back(placed)
             if rotated is not None:

@@ -5,8 +5,8 @@
 // C types names, pointers of any kind, or names declared here. The library is built with a digest of this
 // file, and Python refuses a library with another one, so no version has to be kept by hand.
 //
-// Pointers are not owned: the caller keeps the memory alive. `parallel` is GOMP_parallel of the OpenMP runtime
-// in use, or null; the calls of a thread are then executed by a team of the library's own.
+// Pointers are not owned: the caller keeps the memory alive. `threads`: how many threads may execute a call; they
+// are of a team that the calling thread has (threads.h).
 
 #pragma once
 
@@ -59,11 +59,27 @@ int infer_instruction_sets(char* names, int size);
 // Nothing above this instruction set is used from now on; a plan of attention and a linear layer keep theirs.
 void infer_set_isa(const char* name);
 
+// The number of threads for the calls of this thread, for whoever asks infer_threads; 0, as at first: none is set.
+void infer_set_threads(int threads);
+int infer_threads(void);
+
+// Whether fewer threads than are wanted execute calls while other processes need the cores, and never more than there
+// are processors; at first they do. Without it tests can have any number.
+void infer_govern_threads(int wanted);
+
+// The calls of this thread are executed by the threads of an OpenMP runtime, whose GOMP_parallel this is; null, as at
+// first: by a team.
+void infer_use_openmp(void* parallel);
+
+// How the threads of calls have fared in this process, estimated from some calls: numbers [2], nanoseconds that they
+// had a core, and that they were kept from one. Returns how many threads a measured call had last; 0: none was.
+int infer_company(int64_t* numbers);
+
 // A plan of attention over a paged cache. `element`: bytes of a number in the caches; 1: int8, of 64, 128 or
 // 256 numbers a head and pages of strips (attention_bytes.h), with everything else in bfloat16. `windows`
 // [num_windows]: 0 = none. Null if the instruction set does not have it.
 void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_size, int element, float scale,
-                          const int64_t* windows, int num_windows, void* parallel);
+                          const int64_t* windows, int num_windows);
 void infer_attention_free(void* plan);
 
 // Divides a step into work items and returns their number. starts [B + 1], lengths [B], slots [T],
@@ -90,8 +106,7 @@ long infer_blocks_panel_bytes(int type, long K);
 
 // `blocks` GGUF blocks of `type` become those of `wanted`: of Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL or 32 float32 (0) a block
 // of Q8_0, of Q3_K one of Q6_K. Q4_1, Q5_1 and float32 are rounded. Returns 0 if there is no such conversion.
-int infer_blocks_convert(const uint8_t* source, int type, uint8_t* to, int wanted, long blocks, int threads,
-                         void* parallel);
+int infer_blocks_convert(const uint8_t* source, int type, uint8_t* to, int wanted, long blocks, int threads);
 
 // A layer whose weight is to be written to `packed` by infer_linear_pack; bias [N] and norm [K] are copied and
 // may be null. bits: 16 or 8. rotated: whether int8 is that of rotated rows (linear.h). gate: 0, or 1 for SILU or 2 for GELU, then y has N / 2 columns. `blocks` [panels]:
@@ -99,7 +114,7 @@ int infer_blocks_convert(const uint8_t* source, int type, uint8_t* to, int wante
 // infer_linear_pack_blocks to memory that is zero, panel after panel; bits is then 8. Null: no blocks. A panel is 32
 // columns, with a gate 16 of each half.
 void* infer_linear_new(const char* isa_name, char* packed, long N, long K, int bits, int gate, int float_out,
-                       int rotated, const float* bias, const float* norm, float eps, const int* blocks, void* parallel);
+                       int rotated, const float* bias, const float* norm, float eps, const int* blocks);
 void infer_linear_free(void* layer);
 
 // Rows of a weight (bfloat16, `stride` elements apart) become columns from `column` on; the sources of a fused
@@ -113,8 +128,7 @@ void infer_linear_pack_blocks(void* layer, const uint8_t* source, int type, long
 
 // Rows of a weight (bfloat16, `stride` elements apart) as rows of a GGUF file in blocks of `type`, Q4_K or Q4_1: y [rows,
 // bytes of a row]. Numbers that are not finite become blocks that are not.
-void infer_fit_blocks(int type, const uint16_t* source, long stride, long rows, long K, uint8_t* y, void* parallel,
-                      int threads);
+void infer_fit_blocks(int type, const uint16_t* source, long stride, long rows, long K, uint8_t* y, int threads);
 
 // Weights of some columns of a layer in blocks without a gate: y [count, K], bfloat16.
 void infer_linear_columns(void* layer, const int64_t* columns, long count, uint16_t* y, int threads);
@@ -127,7 +141,7 @@ void infer_linear(void* layer, const uint16_t* x, long x_stride, const uint16_t*
 // rows [R, n] of logits without NaN, n a multiple of 16; tops [R, num_tops]: the largest of each row is among
 // them; wanted, tokens [count].
 void infer_draw(const float* rows, const float* tops, long stride, long n, long num_tops, const struct DrawRow* wanted,
-                long count, int64_t* tokens, void* parallel, int threads);
+                long count, int64_t* tokens, int threads);
 
 // All layers of a decoder: x [T, hidden] → y [T, hidden]. `q_size`, `kv_size`: columns of q, and of k or v, in a
 // layer's qkv; `inner`: of the gate's result; `eps`: of the heads' norms. The plan must be of this step.
@@ -136,7 +150,7 @@ void infer_layers(void* plan, const struct LayerAddresses* layers, const struct 
                   long num_tokens, long hidden, long q_size, long kv_size, long inner, int threads);
 
 // Reads whole lines of 64 bytes once; returns their sum, so that the compiler cannot leave it out.
-uint64_t infer_read(const char* from, long bytes, void* parallel, int threads);
+uint64_t infer_read(const char* from, long bytes, int threads);
 
 #ifdef __cplusplus
 }

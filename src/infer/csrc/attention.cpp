@@ -44,7 +44,6 @@ struct AttentionPlan {
   WriteCell write;  // a cell of a strip
   bool tiles;       // in use
   bool strips;
-  Parallel parallel;
   int H, G, D, element;
   long page_size;
   float scale;
@@ -261,7 +260,7 @@ void read_cells(void* data) {
 extern "C" {
 
 void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_size, int element, float scale,
-                          const int64_t* windows, int num_windows, void* parallel) {
+                          const int64_t* windows, int num_windows) {
   const IsaKernels* isa = usable_isa(isa_name);
   if (!isa) return nullptr;
   const bool strips = element == 1 || (element == 2 && isa->strips && D % 16 == 0 && page_size % STRIP == 0);
@@ -272,7 +271,6 @@ void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_s
                            element == 1 ? isa->write_int8 : isa->write_strip,
                            element < 4 && isa->save_tiles,
                            strips,
-                           (Parallel)parallel,
                            H,
                            G,
                            D,
@@ -287,6 +285,7 @@ void infer_attention_free(void* plan) { delete (AttentionPlan*)plan; }
 int infer_attention_plan(void* plan, int B, const int64_t* starts, const int64_t* lengths, const int64_t* slots,
                          const int64_t* tables, long table_width, int threads) {
   AttentionPlan& e = *(AttentionPlan*)plan;
+  expect_threads(threads);
   e.threads = threads;
   e.num_tokens = starts[B];
   e.slots = slots;
@@ -329,7 +328,7 @@ void infer_attention_attend(void* plan, int window, void* keys, void* values, co
                   cell_bytes,
                   strip,
                   head_bytes};
-  run_threads(e.parallel, write_cells, &writing, e.num_tokens > MANY_TOKENS ? e.threads : 1);
+  run_threads(write_cells, &writing, e.num_tokens > MANY_TOKENS ? e.threads : 1);
   LayerCall call{};
   call.keys = (const char*)keys;
   call.values = (const char*)values;
@@ -358,7 +357,7 @@ void infer_attention_attend(void* plan, int window, void* keys, void* values, co
   const bool tiny = cut.cost < 20000;  // less than waking a thread
   const int threads = tiny ? 1 : (int)std::min<size_t>(e.threads, cut.items.size());
   Reading reading{&call, &cut.items, &e, threads};
-  run_threads(e.parallel, read_cells, &reading, threads);
+  run_threads(read_cells, &reading, threads);
 }
 
 }  // extern "C"

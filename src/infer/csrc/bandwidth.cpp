@@ -35,8 +35,8 @@ void read_chunks(void* data) {
 }  // namespace
 
 // Reads whole lines of 64 bytes once; the sum keeps the compiler from leaving it out.
-extern "C" uint64_t infer_read(const char* from, long bytes, void* parallel, int threads) {
+extern "C" uint64_t infer_read(const char* from, long bytes, int threads) {
   Reading reading{from, bytes / LINE * LINE, {}, {}};
-  run_threads((Parallel)parallel, read_chunks, &reading, threads);
+  run_threads(read_chunks, &reading, threads);
   return reading.sum;
 }

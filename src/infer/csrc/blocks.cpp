@@ -289,20 +289,19 @@ void infer_linear_pack_blocks(void* handle, const uint8_t* source, int type, lon
   const long first = column / SIDE, end = ceil_div(column + rows, SIDE);
   BlockPacking packing{
       layer, (BlockType)type, source, rows, stride, column, layer.gate ? 0 : first, layer.gate ? layer.panels : end};
-  run_threads(layer.parallel, pack_block_panels, &packing, threads);
+  run_threads(pack_block_panels, &packing, threads);
 }
 
-void infer_fit_blocks(int type, const uint16_t* source, long stride, long rows, long K, uint8_t* to, void* parallel,
-                      int threads) {
+void infer_fit_blocks(int type, const uint16_t* source, long stride, long rows, long K, uint8_t* to, int threads) {
   const BlockFormat& format = *block_format((BlockType)type);
   Fitting fitting{(BlockType)type, source, stride, rows, K, ceil_div(K, format.file_inputs) * format.file_bytes, to};
-  run_threads((Parallel)parallel, fit_rows, &fitting, threads);
+  run_threads(fit_rows, &fitting, threads);
 }
 
 void infer_linear_columns(void* handle, const int64_t* columns, long count, uint16_t* to, int threads) {
   const Layer& layer = *(Layer*)handle;
   Reading reading{layer, columns, count, to};
-  run_threads(layer.parallel, read_columns, &reading, count < 8 ? 1 : threads);
+  run_threads(read_columns, &reading, count < 8 ? 1 : threads);
 }
 
 }  // extern "C"

@@ -80,19 +80,14 @@ INLINE void convert_block(Type type, const uint8_t* from, uint8_t* to) {
   switch (type) {
     case Q4_1: return scale_and_round(nibbles(from + 4), from, to);
     case Q5_1: return scale_and_round(five_bits(from + 4, from + 8), from, to);
-    case Q4_0:
-      codes = nibbles(from + 2);
-      return write_block(from, {codes.low - 8, codes.high - 8}, to);
-    case Q5_0:
-      codes = five_bits(from + 2, from + 6);
-      return write_block(from, {codes.low - 16, codes.high - 16}, to);
+    case Q4_0: codes = nibbles(from + 2); return write_block(from, {codes.low - 8, codes.high - 8}, to);
+    case Q5_0: codes = five_bits(from + 2, from + 6); return write_block(from, {codes.low - 16, codes.high - 16}, to);
     case IQ4_NL:
       codes = nibbles(from + 2);
-      for (int i = 0; i < 16; ++i) codes.low[i] = (uint8_t)IQ4[codes.low[i]], codes.high[i] = (uint8_t)IQ4[codes.high[i]];
+      for (int i = 0; i < 16; ++i)
+        codes.low[i] = (uint8_t)IQ4[codes.low[i]], codes.high[i] = (uint8_t)IQ4[codes.high[i]];
       return write_block(from, codes, to);
-    default:
-      std::memcpy(numbers, from, sizeof numbers);
-      return round_block(numbers, to);
+    default: std::memcpy(numbers, from, sizeof numbers); return round_block(numbers, to);
   }
 }
 
@@ -109,8 +104,8 @@ INLINE void convert_q3_k(const uint8_t* from, uint8_t* to) {
     const uint8_t* part = codes + half * 128;
     for (int i = 0; i < 64; ++i) to[half * 64 + i] = (uint8_t)((part[i] & 15) | (part[64 + i] & 15) << 4);
     for (int i = 0; i < 32; ++i)
-      to[128 + half * 32 + i] = (uint8_t)(part[i] >> 4 | (part[32 + i] >> 4) << 2 | (part[64 + i] >> 4) << 4 |
-                                          (part[96 + i] >> 4) << 6);
+      to[128 + half * 32 + i] =
+          (uint8_t)(part[i] >> 4 | (part[32 + i] >> 4) << 2 | (part[64 + i] >> 4) << 4 | (part[96 + i] >> 4) << 6);
   }
   for (int i = 0; i < 16; ++i) {
     const int four = scales[i % 8] >> (i < 8 ? 0 : 4) & 15, two = scales[8 + i % 4] >> 2 * (i / 4) & 3;
@@ -163,7 +158,8 @@ long block_bytes_of(int type, int wanted) {
   if (wanted != Q8_0) return 0;
   switch (type) {
     case F32: return INPUTS * sizeof(float);
-    case Q4_0: case IQ4_NL: return 18;
+    case Q4_0:
+    case IQ4_NL: return 18;
     case Q4_1: return 20;
     case Q5_0: return 22;
     case Q5_1: return 24;
@@ -175,12 +171,11 @@ long block_bytes_of(int type, int wanted) {
 
 extern "C" {
 
-int infer_blocks_convert(const uint8_t* source, int type, uint8_t* to, int wanted, long blocks, int threads,
-                         void* parallel) {
+int infer_blocks_convert(const uint8_t* source, int type, uint8_t* to, int wanted, long blocks, int threads) {
   const long block_bytes = block_bytes_of(type, wanted);
   if (block_bytes && blocks > 0) {
     Conversion conversion{(Type)type, source, to, blocks, block_bytes};
-    run_threads((Parallel)parallel, convert_parts, &conversion, blocks < 4 * BLOCKS_AT_ONCE ? 1 : threads);
+    run_threads(convert_parts, &conversion, blocks < 4 * BLOCKS_AT_ONCE ? 1 : threads);
   }
   return block_bytes != 0;
 }

@@ -42,9 +42,9 @@ void draw_rows(void* data) {
 extern "C" {
 
 void infer_draw(const float* rows, const float* tops, long stride, long n, long num_tops, const DrawRow* wanted,
-                long count, int64_t* tokens, void* parallel, int threads) {
+                long count, int64_t* tokens, int threads) {
   Drawing drawing{rows, tops, stride, n, num_tops, wanted, count, tokens};
-  run_threads((Parallel)parallel, draw_rows, &drawing, (int)std::min<long>(threads, count));
+  run_threads(draw_rows, &drawing, (int)std::min<long>(threads, count));
 }
 
 }  // extern "C"

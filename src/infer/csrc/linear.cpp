@@ -57,8 +57,7 @@ long infer_linear_packed_bytes(long N, long K, int bits, int gate) {
 }
 
 void* infer_linear_new(const char* isa_name, char* packed, long N, long K, int bits, int gate, int float_out,
-                       int rotated, const float* bias, const float* norm, float eps, const int* blocks,
-                       void* parallel) {
+                       int rotated, const float* bias, const float* norm, float eps, const int* blocks) {
   const IsaKernels* isa = usable_isa(isa_name);
   if (!isa || !isa->linear) return nullptr;
   Layer* layer = new Layer(layer_of(packed, N, K, bits, gate));
@@ -73,7 +72,6 @@ void* infer_linear_new(const char* isa_name, char* packed, long N, long K, int b
   if (bias) std::memcpy(layer->bias, bias, (size_t)N * sizeof(float));
   layer->scales = layer->whole() ? new float[layer->panels * SIDE]() : nullptr;
   layer->starts = layer->whole() && isa->linear->has_starts ? new int32_t[layer->panels * SIDE]() : nullptr;
-  layer->parallel = (Parallel)parallel;
   return layer;
 }
 
@@ -89,7 +87,7 @@ void infer_linear_pack(void* handle, const uint16_t* source, long rows, long str
   const Layer& layer = *(Layer*)handle;
   const long first = column / SIDE, end = ceil_div(column + rows, SIDE);
   Packing packing{layer, source, rows, stride, column, layer.gate ? 0 : first, layer.gate ? layer.panels : end};
-  run_threads(layer.parallel, layer.kernels->pack_weight, &packing, threads);
+  run_threads(layer.kernels->pack_weight, &packing, threads);
 }
 
 void infer_linear(void* handle, const uint16_t* x, long x_stride, const uint16_t* residual, char* y, long M,
@@ -117,7 +115,7 @@ void infer_linear(void* handle, const uint16_t* x, long x_stride, const uint16_t
     c.item_panels = std::clamp(share, 1L, c.groups > 1 ? layer.kernels->block_panels : ITEM_PANELS);
     c.num_items = ceil_div(layer.panels, c.item_panels) * c.row_blocks;
     const bool tiny = layer.panels * layer.steps * c.groups < 256;  // less than waking a thread
-    run_threads(layer.parallel, layer.kernels->compute, &c, tiny ? 1 : threads);
+    run_threads(layer.kernels->compute, &c, tiny ? 1 : threads);
   }
 }
 

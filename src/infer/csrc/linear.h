@@ -84,7 +84,6 @@ struct Layer {  // what does not change between calls
   float *norm, *bias, *scales;  // [K padded], [N], [N padded]; null: absent; norm: even indices of 32, then odd
   int32_t* starts;              // [N padded]: where sums of unsigned bytes begin
   BlockPanel* panel_blocks;     // [panels + 1], of a weight in blocks; else null
-  Parallel parallel;
 
   bool whole() const { return bits < 16 && !panel_blocks; }  // whether sums are whole numbers
   long panel_bytes() const { return steps * 2 * TILE; }
@@ -120,7 +119,8 @@ struct Call {  // some rows of one product
   float* row_scales = nullptr;     // int8
   RowGroup* row_groups = nullptr;  // blocks: [rows, 2 · steps]
   long groups = 0, row_blocks = 0, item_panels = 0, num_items = 0, num_packs = 0;
-  std::atomic<long> next_pack{0}, done_packs{0}, next_item{0};
+  std::atomic<long> next_pack{0}, next_item{0};
+  Phase packs{};
 
   explicit Call(const Layer& of) : layer(of) {}
   long row_bytes() const { return format == RowFormat::FLOATS || format == RowFormat::WORDS ? 128 : 64; }

@@ -42,8 +42,9 @@ void compute(void* data) {
   long item = c.next_item.fetch_add(1);
   if (c.groups == 1)
     for (long i = 0; i < LEAD_BYTES; i += 64) __builtin_prefetch(c.start_of(item) + i, 0, 2);
-  for (long pack; (pack = c.next_pack.fetch_add(1)) < c.num_packs; c.done_packs.fetch_add(1)) pack_these_rows(c, pack);
-  for (Waiting waiting; c.done_packs.load() < c.num_packs;) waiting.once();
+  for (long pack; (pack = c.next_pack.fetch_add(1)) < c.num_packs; c.packs.end_part((uint32_t)c.num_packs))
+    pack_these_rows(c, pack);
+  c.packs.wait((uint32_t)c.num_packs);
   const ProductState state(c);
   float* sums = (float*)own;
   char* unpacked = own + sum_bytes;  // blocks

@@ -1,27 +1,12 @@
-// Threads for a call: those of torch's OpenMP runtime, or a team of this library's own.
+// Threads for a call: a team of this library's own.
 #pragma once
 
-#include <thread>
+#include "waiting.h"
 
-#include "common.h"
+// Have up to `threads` threads execute body(data), of which this is one; returns when all that have begun have ended.
+// A body takes parts from a counter until none is left, so it is complete with any number of threads. It must not
+// throw.
+void run_threads(void (*body)(void*), void* data, int threads);
 
-using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);  // libgomp's GOMP_parallel
-
-// Have `threads` threads execute body(data), of which this is one; returns when all have ended. `parallel` may be null.
-// A body takes items from a counter, so it is complete with any number of threads, and some may be missing where the
-// system gives no more.
-void run_threads(Parallel parallel, void (*body)(void*), void* data, int threads);
-
-// Waits for what another thread writes soon: looks often at first, then lets others run.
-class Waiting {
- public:
-  void once() {
-    if (++tries_ < 4000)
-      relax();
-    else
-      std::this_thread::yield();
-  }
-
- private:
-  int tries_ = 0;
-};
+// Says that such a call comes within microseconds: members that sleep wake up meanwhile.
+void expect_threads(int threads);

@@ -120,14 +120,16 @@ class EngineCore:
         announce: Callable[[str | None], None] = lambda request_id: None,
         *,
         kv_bytes: int = 0,
+        cores_taken: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`announce` is called with the id of a request that is computed alone next because an
         engine crashed with it, and with None before several requests are computed together.
-        `kv_bytes` is the size of the runner's KV cache, for statistics."""
+        `kv_bytes` is the size of the runner's KV cache, `cores_taken` tells the gauge of that name,
+        for statistics."""
         self.scheduler = scheduler
         self.runner = runner
         self.announce = announce
-        self._kv_bytes = kv_bytes
+        self._kv_bytes, self._cores_taken = kv_bytes, cores_taken
         self.step_events: StepEvents | None = None
         """events of the last call of `step`; None if there were none"""
         self._num_lost = 0
@@ -394,6 +396,7 @@ class EngineCore:
                 num_free_pages=allocator.num_free,
                 num_indexed_pages=allocator.num_indexed,
                 kv_bytes=self._kv_bytes,
+                cores_taken=self._cores_taken(),
                 num_batches_last_minute=scheduler.num_batches_last_minute(),
             ),
             scheduler.stats.counters(num_evictions=allocator.num_evictions),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from infer.kernels import loader
+from infer.kernels.team import num_threads
 
 NUMBERS = {
     **{"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8},
@@ -91,7 +92,7 @@ def fitted(weight: torch.Tensor) -> BlockWeight:
     rows = np.empty((count, -(-width // inputs) * num_bytes), dtype=np.uint8)
     loader.loaded().infer_fit_blocks(
         *(NUMBERS[kind], source.data_ptr(), source.stride(0), count, width, rows.ctypes.data),
-        *(loader.parallel(), torch.get_num_threads()),
+        num_threads(),
     )
     return BlockWeight(kind, (count, width), rows)
 
@@ -131,7 +132,7 @@ def convert(blocks: np.ndarray, kind: str, found: np.ndarray, wanted: str, threa
     assert found.flags.c_contiguous
     is_known = loader.loaded().infer_blocks_convert(
         *(blocks.ctypes.data, CONVERTED[kind], found.ctypes.data, NUMBERS[wanted], len(blocks)),
-        *(threads, loader.parallel()),
+        threads,
     )
     assert is_known, (kind, wanted)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from infer.kernels import loader
 from infer.kernels.linear import Linear, NativeLinear
 from infer.kernels.rotary import Angles, HeadNorms, QKRotation
+from infer.kernels.team import num_threads
 
 Parts = tuple[Linear, Linear, Linear, Linear, HeadNorms | None]
 """One layer: qkv (with the norm before it), o, gate_up (with norm and gate), down, head norms."""
@@ -101,7 +102,7 @@ class LayerStack:
         self._apply(
             *(attention, self._table.buffer_info()[0], caches.buffer_info()[0]),
             *(table.buffer_info()[0], len(self._layers), self._eps, x.data_ptr(), y.data_ptr()),
-            *(x.shape[0], *self._sizes, torch.get_num_threads()),
+            *(x.shape[0], *self._sizes, num_threads()),
         )
         return y
 

@@ -39,6 +39,7 @@ from infer.kernels.blocks import (
     packed_bytes,
     panel_kinds,
 )
+from infer.kernels.team import num_threads
 
 ROTATED_INPUTS = 64
 """Number of inputs that are rotated together in int8."""
@@ -489,7 +490,7 @@ class NativeLinear:
             *(fusion.float_out, rotated and bits < 16 and not kinds),
             *(None if numbers is None else numbers.data_ptr() for numbers in (bias, norm)),
             *(0.0 if fusion.norm is None else fusion.norm.eps,),
-            *(types.buffer_info()[0] if kinds else None, loader.parallel()),
+            types.buffer_info()[0] if kinds else None,
         )
         weakref.finalize(self, library.infer_linear_free, self.handle)
         column = 0
@@ -500,7 +501,7 @@ class NativeLinear:
 
     def _pack(self, part: Tensor | BlockWeight, column: int) -> None:
         """Write one of the weights as the outputs from `column` on."""
-        library, threads = loader.loaded(), torch.get_num_threads()
+        library, threads = loader.loaded(), num_threads()
         if isinstance(part, BlockWeight):
             rows = part.rows
             assert rows is not None
@@ -529,7 +530,7 @@ class NativeLinear:
         outputs = outputs.contiguous()
         found = torch.empty((len(outputs), self.in_features), dtype=torch.bfloat16)
         loader.loaded().infer_linear_columns(
-            self.handle, outputs.data_ptr(), len(outputs), found.data_ptr(), torch.get_num_threads()
+            self.handle, outputs.data_ptr(), len(outputs), found.data_ptr(), num_threads()
         )
         return found
 
@@ -546,7 +547,7 @@ class NativeLinear:
             added = residual.data_ptr()
         self._apply(
             *(self.handle, x.data_ptr(), x.stride(0), added, out.data_ptr(), x.shape[0]),
-            torch.get_num_threads(),
+            num_threads(),
         )
         return out
 

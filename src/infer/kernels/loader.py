@@ -1,12 +1,11 @@
 """Loading the compiled C++ kernels (attention, linear, rotary, draw) through ctypes.
 
 The package can be installed without a compiler. Then `available()` says so, attention uses
-`SDPABackend`, and `make_linear` uses torch's products. The kernels use the threads of torch's own
-OpenMP runtime, whose `GOMP_parallel` they are given, because a second thread pool on the same cores
-would slow both down. The instruction set is the best that the CPU has, or the one that `INFER_ISA`
-names (`INSTRUCTION_SETS`); all kernels obey it. Signatures and records are read from
-`csrc/abi.h`. Pointers are raw addresses here: `attention.cpu` and `kernels.linear` keep the memory
-alive.
+`SDPABackend`, and `make_linear` uses torch's products. The kernels have threads of their own
+(`csrc/threads.cpp`), as many as torch is told to use. The instruction set is the best that the CPU
+has, or the one that `INFER_ISA` names (`INSTRUCTION_SETS`); all kernels obey it. Signatures and
+records are read from `csrc/abi.h`. Pointers are raw addresses here: `attention.cpu` and
+`kernels.linear` keep the memory alive.
 """
 
 from __future__ import annotations
@@ -209,19 +208,3 @@ def int8_cache_obstacle(head_dim: int, page_size: int) -> str | None:
     if page_size % STRIP:
         return f"int8 caches are for pages of a multiple of {STRIP} tokens, not {page_size}"
     return available()
-
-
-@functools.cache
-def parallel() -> int | None:
-    """The address of `GOMP_parallel` in torch's OpenMP runtime.
-
-    None if it is not found; the kernels then start threads themselves.
-    """
-    try:
-        # A symbol is looked up in the library's dependencies too, so the runtime's file name does
-        # not matter.
-        name = "libtorch_cpu.dylib" if sys.platform == "darwin" else "libtorch_cpu.so"
-        torch_cpu = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
-        return ctypes.cast(torch_cpu.GOMP_parallel, _POINTER).value
-    except (OSError, AttributeError):
-        return None

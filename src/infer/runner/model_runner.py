@@ -8,6 +8,7 @@ steps except the KV storage and the packer's page tables, which are compared wit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -34,17 +35,20 @@ class ModelRunner:
         caches: Sequence[Tensor],
         device: torch.device,
         sampler: Sampler = sample,
+        threads: AbstractContextManager[None] | None = None,
     ) -> None:
         """`restrictions`: of grammars; None: no request has one. `caches`: the backend's keys and
         values, each [pages, page_size, G, D].
 
-        `sampler`: the function that samples, in place of `runner.sampler.sample`.
+        `sampler`: the function that samples, in place of `runner.sampler.sample`. `threads`: a
+        context for steps, which divides the threads between torch and the kernels.
         """
         self.model = model
         self.backend = backend
         self.device = device
         self._restrictions = restrictions
         self._sample = sampler
+        self._threads = nullcontext() if threads is None else threads
         self.caches = caches
         self._packer = Packer(caches[0].shape[1], device)
 
@@ -54,7 +58,7 @@ class ModelRunner:
         Raises `MemoryError` if the step does not fit into memory.
         """
         try:
-            with current(self.device):
+            with current(self.device), self._threads:
                 return self._execute(plan)
         except RuntimeError as error:
             raise translated(error) from error

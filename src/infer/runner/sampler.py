@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from infer.kernels import loader
+from infer.kernels.team import num_threads
 from infer.runner import vocab_blocks
 from infer.schedule.sequence import NONE_LEFT, NOT_FINITE, Sampled, Sequence
 from infer.types import Sampling, TokenLogprobs
@@ -353,7 +354,7 @@ def _draw_natively(
     loader.loaded().infer_draw(
         *(rows.data_ptr(), tops.data_ptr(), rows.stride(0), rows.shape[1], tops.shape[1]),
         *(b"".join(entries), len(entries), tokens.buffer_info()[0]),
-        *(loader.parallel(), torch.get_num_threads()),
+        num_threads(),
     )
     return tokens.tolist()
 

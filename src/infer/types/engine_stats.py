@@ -37,6 +37,9 @@ class EngineGauges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """pages whose content the prefix index knows"""
     kv_bytes: int = 0
     """size of the KV cache in bytes; 0 where it is not known"""
+    cores_taken: float = 0.0
+    """cores that other processes had in the last seconds while threads of the kernels needed them
+    """
     num_batches_last_minute: int = 0
     """static mode: batches that were formed in the last minute"""
 

@@ -19,6 +19,7 @@ import torch
 import infer.engine.build.hardware as machine
 import infer.engine.build.machine_share as machine_share
 import infer.main_memory as main_memory
+from infer.attention.cpu import threads_for
 from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size
 from infer.engine.build.checkpoint import (
     Checkpoint,
@@ -47,6 +48,7 @@ from infer.errors import ConfigError, LoadError
 from infer.files import reading
 from infer.kernels import cuda
 from infer.kernels.invariance import batch_invariance_problem
+from infer.kernels.team import CoresTaken
 from infer.models.model import Model, build_model
 from infer.models.weights import WeightSource
 from infer.readable_text import readable
@@ -300,7 +302,7 @@ def _build(
     held = None if before is None or after is None else after - before
     _log_ready(checkpoint.name, plan, device, held, num_pages, started_s)
     kv_bytes = (num_pages + 1) * plan.page_size * plan.kv_bytes_per_token
-    core = EngineCore(scheduler, runner, announce, kv_bytes=kv_bytes)
+    core = EngineCore(scheduler, runner, announce, kv_bytes=kv_bytes, cores_taken=CoresTaken())
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
     return core, limits
@@ -345,7 +347,8 @@ def _drafter(
     storage = KVStorage(model.config, num_pages, page_size, dtype=held, device=device)
     attention = make_attention(config.attention_backend, storage, model.config)
     caches = (*storage.keys, *storage.values)
-    runner = ModelRunner(model, attention, None, caches, device, sampler_for(vocab_size))
+    sampler, threads = sampler_for(vocab_size), threads_for(model, attention)
+    runner = ModelRunner(model, attention, None, caches, device, sampler, threads)
     drafter = Drafter(
         runner,
         PageAllocator(num_pages, page_size),

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from infer.config import EngineConfig
-from infer.control_groups import ROOT
+from infer.control_groups import ROOT, text_of_file
 from infer.engine.build import hardware
 from infer.engine.build.exactness import trade_of
 from infer.engine.build.memory_plan import gib
@@ -32,6 +32,9 @@ FEATURES = (
     *("amx_bf16", "amx_int8", "asimd", "asimddp", "i8mm", "bf16", "sve"),
 )
 """names of the instructions that kernels are written for, as Linux names them"""
+
+BUSY_PERCENT = 25
+"""share of the last minute in which a process waited for a core that is worth an advice"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,7 @@ def diagnose(config: EngineConfig, root: Path = ROOT) -> list[Finding]:
         _dtype(),
         _cache(),
         _threads(config, processors),
+        _company(root),
     ]
 
 
@@ -188,6 +192,17 @@ def _threads(config: EngineConfig, processors: Processors) -> Finding:
     several = len(processors.nodes) > 1 and config.numa == "one"
     advice = "the memory of all nodes, perhaps (--numa all)" if several else ""
     return Finding("threads", f"{count}; one less beside the server for a small model", advice)
+
+
+def _company(root: Path) -> Finding:
+    """Whether processes wait for cores, as Linux's pressure statistics say it."""
+    words = text_of_file(root / "proc/pressure/cpu").replace("=", " ").split()
+    if words[3:4] != ["avg60"]:
+        return Finding("other processes", "the system does not say whether they need the cores")
+    percent = float(words[4])
+    state = f"there was a wait for a core in {percent:.0f} % of the last minute"
+    many = "cores that others do not need; until then fewer threads are used where that helps"
+    return Finding("other processes", state, many if percent >= BUSY_PERCENT else "")
 
 
 def check_instruction_set() -> None:

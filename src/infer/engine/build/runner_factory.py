@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import infer.engine.build.hardware as machine
-from infer.attention.cpu import NativeBackend, obstacle
+from infer.attention.cpu import NativeBackend, obstacle, threads_for
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig, own_function
@@ -172,7 +172,10 @@ class RunnerFactory:
         attention = make_attention(self.config.attention_backend, storage, shape)
         own = None if self.config.sampler == "default" else self.config.sampler
         sampler = own_function("sampler", own) if own else sample
-        return ModelRunner(self.model, attention, self.restrictions, caches, device, sampler)
+        threads = threads_for(self.model, attention)
+        return ModelRunner(
+            self.model, attention, self.restrictions, caches, device, sampler, threads
+        )
 
 
 def _again(work: Work) -> Work:

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -555,7 +555,7 @@ def fleet_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
 
 def total(stats: Sequence[EngineStats], counters: EngineCounters) -> EngineStats:
     """Sums over engines, and further counters."""
-    gauges: Mapping[str, int] = {
+    gauges: Mapping[str, Any] = {
         name: sum(getattr(each.gauges, name) for each in stats)
         for name in EngineGauges.__struct_fields__
     }

@@ -63,6 +63,7 @@ _GAUGES: dict[str, Callable[[EngineGauges], float]] = {
     "num_requests_waiting": lambda gauges: gauges.num_waiting,
     "num_requests_preempted": lambda gauges: gauges.num_preempted,
     "kv_cache_usage_perc": lambda gauges: gauges.kv_cache_usage,
+    "cores_taken": lambda gauges: gauges.cores_taken,
 }
 _COUNTERS: dict[str, Callable[[EngineCounters], float]] = {
     "prompt_tokens": lambda counters: counters.num_prompt_tokens,
