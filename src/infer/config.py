@@ -390,7 +390,9 @@ class EngineConfig:
         "While streams run, prompts are cut so that a step takes about this many milliseconds.",
     )
     kv_cache_memory_bytes: PositiveInt | None = option(
-        None, "Size of the KV cache in bytes; default: chosen from free memory."
+        None,
+        "Largest size of the KV cache in bytes; default: chosen from free memory, and at most what"
+        " max_batch_size sequences of max_seq_len need.",
     )
     kv_cache_pages: PositiveInt | None = option(
         None, "Size of the KV cache in pages, instead of bytes."

@@ -43,9 +43,6 @@ from infer.models.weights import BlockReader, WeightSource
 
 SHARE_OF_FREE_MEMORY = 0.8
 """fraction of the memory left by weights and activations that the KV cache may take"""
-MAX_PREFIX_SHARE = 2
-"""maximum default size of the KV cache, as a multiple of what a full batch of longest sequences
-needs; the rest keeps prefixes"""
 CPU_TOKENS_BESIDE_STREAMS = 512
 """default limit of tokens in a step with running streams on a CPU; they wait for the step's end"""
 CUDA_TOKENS_BESIDE_STREAMS = 2048
@@ -327,6 +324,14 @@ def page_size_for(config: EngineConfig, model: ModelConfig) -> int:
     return -(-(config.max_seq_len or model.max_seq_len) // STRIP) * STRIP
 
 
+def useful_pages(seats: int, max_seq_len: int, page_size: int) -> int:
+    """The number of pages that a full batch of longest sequences needs; the default size of a paged
+    cache is never above it. Seats that are empty or short leave pages for prefixes.
+
+    `max_seq_len`, `page_size`: in tokens."""
+    return seats * -(-max_seq_len // page_size)
+
+
 def step_tokens(
     config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
 ) -> int:
@@ -386,11 +391,10 @@ class _CacheSize:
                     " max_batch_size or max_seq_len, or use 'paged'"
                 )
             return
-        # Pages beyond a full batch of longest sequences are only of use as prefix cache.
-        useful = -(-self.max_seq_len // self.page_size) * seats
         self.num_pages = max(0, budget // (self.page_size * self.token_bytes) - 1)
         if not (config.kv_cache_memory_bytes or config.kv_cache_pages):
-            self.num_pages = min(self.num_pages, MAX_PREFIX_SHARE * useful)
+            useful = useful_pages(seats, self.max_seq_len, self.page_size)
+            self.num_pages = min(self.num_pages, useful)
         if config.max_seq_len is None and self.num_pages:
             self.max_seq_len = min(self.max_seq_len, self.num_pages * self.page_size)
         if self.num_pages < 1 or self.num_pages * self.page_size < self.max_seq_len:

@@ -17,7 +17,7 @@ from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig, own_function
-from infer.engine.build.memory_plan import MAX_PREFIX_SHARE, MemoryPlan, gib
+from infer.engine.build.memory_plan import MemoryPlan, gib, useful_pages
 from infer.errors import ConfigError
 from infer.kernels import cuda
 from infer.kernels.invariance import invariant_sizes
@@ -204,7 +204,7 @@ def pages_that_fit(factory: RunnerFactory) -> int:
     del rehearsal
     free = machine.free_bytes(device, config.gpu_memory_utilization)
     pages = int(SHARE_AFTER_FULL_STEP * (free - peak)) // page_bytes - 1
-    useful = MAX_PREFIX_SHARE * factory.seats * -(-plan.max_seq_len // plan.page_size)
+    useful = useful_pages(factory.seats, plan.max_seq_len, plan.page_size)
     log.info("a full step takes %s; %s are free beside it", gib(peak), gib(free - peak))
     least = -(-plan.max_seq_len // plan.page_size)
     if pages < least:
