@@ -67,10 +67,11 @@ LEVELS = (
     Level(
         "engine.core engine.client.input engine.client.output engine.fleet.journal"
         " engine.commands engine.build.checkpoint engine.build.hardware engine.build.exactness"
-        " engine.fleet.member engine.fleet.router engine.build.machine_share",
+        " engine.fleet.member engine.fleet.router engine.build.machine_share"
+        " engine.build.server_memory",
         "scheduler and runner in one step; prompts in, text out; commands; what each request has"
         " received; what is on the disk and in the machine; what number formats cost; an engine of"
-        " several, who gets a request, and the part of the machine of each",
+        " several, who gets a request, the part of the machine of each, and what processes need",
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"

@@ -8,6 +8,7 @@ raised here as `LoadError` or `ConfigError`, before anything is served.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -35,12 +36,17 @@ from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
     CUDA_TOKENS_BESIDE_STREAMS,
     MemoryPlan,
-    gib,
     make_plan,
     replicas_that_fit,
 )
 from infer.engine.build.processors import read_processors
 from infer.engine.build.runner_factory import RunnerFactory, make_attention, pages_that_fit
+from infer.engine.build.server_memory import (
+    ServerMemory,
+    held_bytes,
+    memory_of_server,
+    processes_beside,
+)
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor, log_defaults, log_tool_use
 from infer.engine.core import EngineCore
@@ -49,6 +55,7 @@ from infer.errors import ConfigError, LoadError
 from infer.files import reading
 from infer.kernels import cuda
 from infer.kernels.invariance import batch_invariance_problem
+from infer.main_memory import gib
 from infer.models.model import Model, build_model
 from infer.models.weights import WeightSource
 from infer.readable_text import readable
@@ -118,22 +125,22 @@ def prepare(
     dtype = machine.choose_dtype(config, checkpoint.config, device)
     if device.type == "cpu":
         machine.log_dtype(config, checkpoint.config, dtype)
-    free = None
-    if share is not None and device.type == "cpu":
-        free = min(share.main_memory, machine.free_bytes(device))
+    server = None
+    if beside_server and device.type == "cpu":
+        server = _server_memory(checkpoint, share)
     draft = find_draft(config)
     if draft is not None:
         check_vocabulary(text_of(checkpoint, config), draft)
     plan_with = _planner(config, checkpoint, draft, device)
     with reading(str(config.model)):
-        plan = plan_with(free=free)
+        plan = plan_with(server=server)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
         time.sleep(0.2)  # the memory of a dead engine may not be free yet
         plan = plan_with()
     if not plan.fits:
         if share is not None and device.type == "cpu":
-            _refuse_replicas(plan_with, share)
+            _refuse_replicas(checkpoint, plan_with, share)
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
     if plan.products:
         log.info("linear layers: %s", plan.products)
@@ -158,7 +165,7 @@ def prepare(
 def _planner(
     config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
 ) -> Callable[..., MemoryPlan]:
-    """`make_plan` of these settings and checkpoints; what it takes is `free`."""
+    """`make_plan` of these settings and checkpoints; what it takes is `free` or `server`."""
     return partial(
         make_plan,
         config,
@@ -186,10 +193,23 @@ def _fingerprint(
         )
 
 
-def _refuse_replicas(plan_with: Callable[..., MemoryPlan], share: MachineShare) -> None:
+def _server_memory(checkpoint: Checkpoint, share: MachineShare | None) -> ServerMemory:
+    """The main memory of this engine of a server, whose API process is the parent."""
+    beside = [pid for pid in processes_beside(os.getppid()) if pid != os.getpid()]
+    memory = memory_of_server(checkpoint.config.vocab_size, pids=[os.getpid(), *beside])
+    if share is None:
+        return memory
+    part = share.main_memory + sum(map(held_bytes, beside)) // share.count
+    return replace(memory.divided(share.count), free=min(part, memory.free))
+
+
+def _refuse_replicas(
+    checkpoint: Checkpoint, plan_with: Callable[..., MemoryPlan], share: MachineShare
+) -> None:
     """Raise `ConfigError` if fewer engines would fit into main memory; it says how many."""
     free = share.main_memory_of_all
-    num = replicas_that_fit(plan_with, free, share.count - 1)
+    memory = memory_of_server(checkpoint.config.vocab_size, free=free)
+    num = replicas_that_fit(lambda count: plan_with(server=memory.divided(count)), share.count - 1)
     if num:
         raise ConfigError(
             "replicas",
@@ -428,16 +448,18 @@ def request_defaults(config: EngineConfig) -> SamplingDefaults:
 
 
 def plan_for(config: EngineConfig, *, free: int | None = None, replicas: int = 1) -> MemoryPlan:
-    """The memory plan of these settings on this machine; loads nothing.
+    """The memory plan of a server with these settings on this machine; loads nothing.
 
     `free`: bytes to plan with instead of what the device has free. `replicas`: number of engines
     between which main memory is divided; the plan is that of one of them.
     """
     checkpoint = find_checkpoint(config.model, revision=config.revision)
     device = machine.choose_device(config)
-    if replicas > 1 and device.type == "cpu":
-        free = (machine.free_bytes(device) if free is None else free) // replicas
-    return _planner(config, checkpoint, find_draft(config), device)(free=free)
+    plan_with = _planner(config, checkpoint, find_draft(config), device)
+    if device.type != "cpu":
+        return plan_with(free=free)
+    memory = memory_of_server(checkpoint.config.vocab_size, free=free, pids=[os.getpid()])
+    return plan_with(server=memory.divided(replicas))
 
 
 def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
@@ -448,8 +470,9 @@ def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
     plan_with = _planner(config, checkpoint, find_draft(config), device)
     if device.type == "cuda":
         return torch.cuda.device_count() if plan_with(free=free).fits else 0
-    free = machine.free_bytes(device) if free is None else free
-    return replicas_that_fit(plan_with, free, read_processors().num_threads(all_nodes=True))
+    memory = memory_of_server(checkpoint.config.vocab_size, free=free, pids=[os.getpid()])
+    most = read_processors().num_threads(all_nodes=True)
+    return replicas_that_fit(lambda count: plan_with(server=memory.divided(count)), most)
 
 
 def build_async_llm(config: EngineConfig) -> AsyncLLM:

@@ -24,6 +24,7 @@ from infer.engine.build.hardware import (
     default_seats,
     free_bytes,
 )
+from infer.engine.build.server_memory import ProcessNeed, ServerMemory
 from infer.errors import ConfigError
 from infer.kernels.blocks import BlockWeight, packed_bytes, panel_kinds
 from infer.kernels.invariance import linears
@@ -37,12 +38,16 @@ from infer.kernels.linear import (
     products,
 )
 from infer.kernels.loader import STRIP, cell_bytes
+from infer.main_memory import gib
 from infer.models.model import build_model
 from infer.models.model_config import ModelConfig
 from infer.models.weights import BlockReader, WeightSource
 
 SHARE_OF_FREE_MEMORY = 0.8
 """fraction of the memory left by weights and activations that the KV cache may take"""
+LEAST_SHARE = 0.25
+"""fraction of that memory that the KV cache may take in a container that is too small for what is
+left to others"""
 CPU_TOKENS_BESIDE_STREAMS = 512
 """default limit of tokens in a step with running streams on a CPU; they wait for the step's end"""
 CUDA_TOKENS_BESIDE_STREAMS = 2048
@@ -107,6 +112,21 @@ class MemoryPlan:
     """what would fit if the plan does not, for the user; else empty"""
     draft: DraftPlan | None = None
     """draft model of speculation; None: there is none"""
+    processes: tuple[ProcessNeed, ...] = ()
+    """what the server's processes hold beside the model, where it is planned for a server"""
+    kept_bytes: int = 0
+    """what the default cache leaves to others in a container, beside those processes"""
+
+    @property
+    def process_bytes(self) -> int:
+        """Bytes that the server's processes hold beside the model."""
+        return sum(need.num_bytes for need in self.processes)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all that is planned: model, cache, draft model, and the server's processes."""
+        mine = self.weight_bytes + self.activation_bytes + self.kv_bytes
+        return mine + self.draft_bytes + self.process_bytes
 
     @property
     def draft_bytes(self) -> int:
@@ -134,8 +154,9 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, str]]:
         """The plan as a table of (name, value)."""
-        left = self.free_bytes - self.weight_bytes - self.activation_bytes - self.kv_bytes
-        left -= self.draft_bytes
+        left = self.free_bytes - self.total_bytes
+        processes = ", ".join(f"{need.name} {gib(need.num_bytes)}" for need in self.processes)
+        kept = f"{gib(self.kept_bytes)} of the container's limit, to others"
         fit = ", ".join(f"{count} x {n:,}" for n, count in self.sequences_that_fit().items())
         return [
             ("model", f"{self.model}, {self.num_parameters / 1e6:,.1f} M parameters"),
@@ -143,6 +164,8 @@ class MemoryPlan:
             *([("linear layers", self.products)] if self.products else []),
             *([("exactness", trade)] if (trade := trade_of(self.dtype)) else []),
             ("free memory", gib(self.free_bytes)),
+            *([("processes", f"{gib(self.process_bytes)}: {processes}")] if processes else []),
+            *([("left free", kept)] if self.kept_bytes else []),
             ("weights", gib(self.weight_bytes)),
             ("activations", f"{gib(self.activation_bytes)} in a step of"
              f" {self.max_num_batched_tokens} tokens"),
@@ -154,11 +177,6 @@ class MemoryPlan:
             ("left over", gib(left) if left >= 0 else f"{gib(-left)} too little"),
             ("verdict", "fits" if self.fits else f"does not fit: {self.advice}"),
         ]  # fmt: skip
-
-
-def gib(num_bytes: float) -> str:
-    """A number of bytes as text in GiB or MiB."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**26 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _draft_row(draft: DraftPlan) -> str:
@@ -176,17 +194,18 @@ def make_plan(
     *,
     blocks: CheckpointBlocks | None = None,
     free: int | None = None,
+    server: ServerMemory | None = None,
     draft: tuple[ModelConfig, str] | None = None,
 ) -> MemoryPlan:
     """The plan for these settings; its `fits` says whether the memory suffices.
 
     `name`: the model's name in the plan. `blocks`: those in which weights are held. `free`: bytes
-    to plan with instead of what the device has free. `draft`: configuration and name of the draft
-    model. Raises `ConfigError` for settings that are impossible for this model or device.
+    to plan with instead of what the device has free. `server`: those of a server, whose processes
+    count. `draft`: configuration and name of the draft model. Raises `ConfigError` if impossible.
     """
     dtype = choose_dtype(config, model, device := choose_device(config))
     _check_max_seq_len(config, model)
-    free = free_bytes(device, config.gpu_memory_utilization) if free is None else free
+    server = server or ServerMemory(_free(config, device) if free is None else free)
     batched = step_tokens(config, model, device, dtype)
     seats = _num_seats(config, device)
     parameters, weights = _count(config, model, blocks, (dtype, device))
@@ -197,10 +216,11 @@ def make_plan(
     drafts = draft and _draft_plan(config, *draft, device, rows=seats)
     if drafts:
         activations = max(activations, drafts.activation_bytes)
-    left = free - weights - activations - (drafts.weight_bytes if drafts else 0)
+    left = server.free - server.process_bytes - weights - activations
+    left -= drafts.weight_bytes if drafts else 0
     draft_token_bytes = drafts.kv_bytes_per_token if drafts else 0
-    budget = _cache_budget(config, left, page_size, token_bytes, draft_token_bytes)
     page = page_size, token_bytes
+    budget = _cache_budget(config, left, server.kept_beside, page, draft_token_bytes)
     cache = _CacheSize(config, page=page, model_max=model.max_seq_len, seats=seats, budget=budget)
     drafts = drafts and drafts.beside(cache)
     return MemoryPlan(
@@ -211,7 +231,7 @@ def make_plan(
         num_parameters=parameters,
         weight_bytes=weights,
         activation_bytes=activations,
-        free_bytes=free,
+        free_bytes=server.free,
         kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
         kv_bytes_per_token=cache.token_bytes,
         kv_bytes=cache.kv_bytes,
@@ -224,7 +244,13 @@ def make_plan(
         field=cache.field,
         advice=_advice(left, cache, dtype, draft_token_bytes),
         draft=drafts,
+        processes=server.processes,
+        kept_bytes=server.kept_beside,
     )
+
+
+def _free(config: EngineConfig, device: torch.device) -> int:
+    return free_bytes(device, config.gpu_memory_utilization)
 
 
 def _products(
@@ -259,14 +285,17 @@ def _kv_bytes_per_token(model: ModelConfig, cache_dtype: torch.dtype) -> int:
 
 
 def _cache_budget(
-    config: EngineConfig, left: int, page_size: int, token_bytes: int, draft_token_bytes: int
+    config: EngineConfig, left: int, kept: int, page: tuple[int, int], draft_token_bytes: int
 ) -> int:
     """Bytes for the model's cache: as the settings say, else a share of those that are `left`, of
-    which the draft model's cache gets its part."""
+    which the draft model's cache gets its part. In a container the default leaves `kept` bytes to
+    others, but a small one serves, too. `page`: tokens per page, and bytes per token."""
+    page_size, token_bytes = page
     if config.kv_cache_pages is not None:
         return (config.kv_cache_pages + 1) * page_size * token_bytes
-    share = SHARE_OF_FREE_MEMORY * token_bytes / (token_bytes + draft_token_bytes)
-    return config.kv_cache_memory_bytes or max(0, int(left * share))
+    caches = min(SHARE_OF_FREE_MEMORY * left, max(left - kept, LEAST_SHARE * left))
+    share = token_bytes / (token_bytes + draft_token_bytes)
+    return config.kv_cache_memory_bytes or max(0, int(caches * share))
 
 
 def _draft_plan(
@@ -293,14 +322,13 @@ def _draft_plan(
     )
 
 
-def replicas_that_fit(plan_with: Callable[..., MemoryPlan], free: int, most: int) -> int:
-    """The largest number of engines, up to `most`, that fit into `free` bytes of main memory when
-    each gets the same part; 0 if not even one does. `plan_with`: `make_plan` of one engine, which
-    takes `free`."""
+def replicas_that_fit(plan_with: Callable[[int], MemoryPlan], most: int) -> int:
+    """The largest number of engines, up to `most`, that fit when each gets the same part of main
+    memory; 0 if not even one does. `plan_with`: the plan of one of so many engines."""
     low, high = 0, most
     while low < high:  # fewer fit whenever more do
         middle = (low + high + 1) // 2
-        if plan_with(free=free // middle).fits:
+        if plan_with(middle).fits:
             low = middle
         else:
             high = middle - 1

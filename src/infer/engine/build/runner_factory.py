@@ -17,10 +17,11 @@ from infer.attention.cpu import NativeBackend, obstacle
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig, own_function
-from infer.engine.build.memory_plan import MemoryPlan, gib, useful_pages
+from infer.engine.build.memory_plan import MemoryPlan, useful_pages
 from infer.errors import ConfigError
 from infer.kernels import cuda
 from infer.kernels.invariance import invariant_sizes
+from infer.main_memory import gib
 from infer.models.model import Model
 from infer.models.model_config import ModelConfig
 from infer.runner.grammar_masks import Restrictions
