@@ -51,7 +51,7 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     otherwise."""
 
     num_evictions: int = 0
-    """pages of the prefix index that were overwritten"""
+    """pages that left the prefix index: overwritten, or their memory was given back"""
     num_submitted: int = 0
     """requests that were accepted; equals waiting + running + preempted + finished"""
     num_requests_refused: int = 0
