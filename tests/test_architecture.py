@@ -51,7 +51,9 @@ LEVELS = (
         " main memory",
     ),
     Level(
-        "kernels text", "packed and native operations; tokenizers, templates, grammars, tool calls"
+        "kernels text memory_pressure",
+        "packed and native operations; tokenizers, templates, grammars, tool calls; how much memory"
+        " there is room for",
     ),
     Level(
         "schedule models attention",
@@ -65,12 +67,14 @@ LEVELS = (
         " states of a supervisor, an engine as its façade sees it; the machine's processors",
     ),
     Level(
-        "engine.core engine.client.input engine.client.output engine.fleet.journal"
-        " engine.commands engine.build.checkpoint engine.build.hardware engine.build.exactness"
+        "engine.core engine.memory_keeper engine.client.input engine.client.output"
+        " engine.fleet.journal engine.commands engine.build.checkpoint engine.build.hardware"
+        " engine.build.exactness"
         " engine.fleet.member engine.fleet.router engine.build.machine_share"
         " engine.build.server_memory",
-        "scheduler and runner in one step; prompts in, text out; commands; what each request has"
-        " received; what is on the disk and in the machine; what number formats cost; an engine of"
+        "scheduler and runner in one step; what gives memory back; prompts in, text out; commands;"
+        " what each request has received; what is on the disk and in the machine; what number"
+        " formats cost; an engine of"
         " several, who gets a request, the part of the machine of each, and what processes need",
     ),
     Level(

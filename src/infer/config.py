@@ -397,6 +397,11 @@ class EngineConfig:
     kv_cache_pages: PositiveInt | None = option(
         None, "Size of the KV cache in pages, instead of bytes."
     )
+    cache_keep_s: Annotated[float, at_least(0.0)] = option(
+        300.0,
+        "Seconds after which memory of the KV cache that nobody has used is given back to the"
+        " system (CPU); 0 = never. Under memory pressure it is given back at once.",
+    )
     gpu_memory_utilization: Annotated[float, Meta(ge=0.01, le=1)] | None = option(
         None,
         "Fraction of the GPU's memory that weights, steps and KV cache of the engine may take"

@@ -110,6 +110,13 @@ class CompletedRequest:
         )
 
 
+class Keeper(Protocol):
+    """Looks after the memory of the KV cache."""
+
+    def tend(self) -> None:
+        """Do what is due; called between steps."""
+
+
 class EngineCore:
     """See the module's docstring."""
 
@@ -120,14 +127,17 @@ class EngineCore:
         announce: Callable[[str | None], None] = lambda request_id: None,
         *,
         kv_bytes: int = 0,
+        keeper: Keeper | None = None,
     ) -> None:
         """`announce` is called with the id of a request that is computed alone next because an
         engine crashed with it, and with None before several requests are computed together.
-        `kv_bytes` is the size of the runner's KV cache, for statistics."""
+        `kv_bytes` is the size of the runner's KV cache, for statistics. `keeper` looks after its
+        memory."""
         self.scheduler = scheduler
         self.runner = runner
         self.announce = announce
         self._kv_bytes = kv_bytes
+        self._keeper = keeper
         self.step_events: StepEvents | None = None
         """events of the last call of `step`; None if there were none"""
         self._num_lost = 0
@@ -164,6 +174,8 @@ class EngineCore:
 
         `flush`: no further request will arrive, so a static batch that is not full need not wait.
         """
+        if self._keeper is not None:
+            self._keeper.tend()
         started_s = self.scheduler.clock()
         plan = self.scheduler.schedule(flush=flush)
         if is_launching(self.runner):
@@ -254,7 +266,10 @@ class EngineCore:
         self.scheduler.allocator.follow()
 
     def idle_events(self) -> StepEvents | None:
-        """Changes of the prefix index, without a step; None if nobody follows it."""
+        """Changes of the prefix index, without a step; None if nobody follows it. Called about
+        every second while there is no work, so memory is looked after, too."""
+        if self._keeper is not None:
+            self._keeper.tend()
         changes = self.scheduler.allocator.take_changes(even_empty=True)
         now_s = self.scheduler.clock()
         return None if changes is None else self._step_events(now_s, 0, changes)
@@ -395,6 +410,8 @@ class EngineCore:
                 num_indexed_pages=allocator.num_indexed,
                 kv_bytes=self._kv_bytes,
                 num_batches_last_minute=scheduler.num_batches_last_minute(),
+                num_touched_pages=allocator.num_touched,
+                num_allowed_pages=allocator.limit,
             ),
             scheduler.stats.counters(num_evictions=allocator.num_evictions),
         )

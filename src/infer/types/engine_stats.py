@@ -39,6 +39,10 @@ class EngineGauges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """size of the KV cache in bytes; 0 where it is not known"""
     num_batches_last_minute: int = 0
     """static mode: batches that were formed in the last minute"""
+    num_touched_pages: int = 0
+    """pages that take memory, in use or not"""
+    num_allowed_pages: int = 0
+    """pages that may take memory now; fewer than `num_pages` while main memory is scarce"""
 
     @property
     def kv_cache_usage(self) -> float:

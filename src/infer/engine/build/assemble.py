@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
     CUDA_TOKENS_BESIDE_STREAMS,
     MemoryPlan,
+    low_water_pages,
     make_plan,
     replicas_that_fit,
 )
@@ -51,11 +52,13 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor, log_defaults, log_tool_use
 from infer.engine.core import EngineCore
 from infer.engine.loop import Announce, Blueprint, EngineThread
+from infer.engine.memory_keeper import MemoryKeeper, Pool
 from infer.errors import ConfigError, LoadError
 from infer.files import reading
 from infer.kernels import cuda
 from infer.kernels.invariance import batch_invariance_problem
 from infer.main_memory import gib
+from infer.memory_pressure import MemoryRoom
 from infer.models.model import Model, build_model
 from infer.models.weights import WeightSource
 from infer.readable_text import readable
@@ -292,16 +295,24 @@ def _build(
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
     factory = RunnerFactory(config, plan, model, restrictions, device, seats)
     num_pages = pages_that_fit(factory)
-    runner = factory.runner(num_pages)
+    storage = factory.storage(num_pages)
+    runner = factory.runner(storage)
     if factory.launches:
         factory.warm_up(runner)
     allocator = PageAllocator(
-        num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
+        num_pages + 1,
+        plan.page_size,
+        enable_prefix_caching=config.prefix_caching,
+        low_water=low_water_pages(plan, storage.num_tensors) if device.type == "cpu" else None,
     )
-    drafter = _drafter(config, draft, plan, model_config.vocab_size, device)
+    drafter, of_draft = _drafter(config, draft, plan, model_config.vocab_size, device)
     scheduler = Scheduler(
         scheduler_config, allocator, time.monotonic, restrictions.allowed, drafter
     )
+    keeper = None
+    if device.type == "cpu":
+        pool = Pool(allocator, storage)
+        keeper = _keeper(config, pool, scheduler, of_draft)
     limits = EngineLimits(
         vocab_size=model_config.vocab_size,
         max_seq_len=plan.max_seq_len,
@@ -315,10 +326,24 @@ def _build(
     held = None if before is None or after is None else after - before
     _log_ready(checkpoint.name, plan, device, held, num_pages, started_s)
     kv_bytes = (num_pages + 1) * plan.page_size * plan.kv_bytes_per_token
-    core = EngineCore(scheduler, runner, announce, kv_bytes=kv_bytes)
+    core = EngineCore(scheduler, runner, announce, kv_bytes=kv_bytes, keeper=keeper)
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
     return core, limits
+
+
+def _keeper(
+    config: EngineConfig, pool: Pool, scheduler: Scheduler, of_draft: Sequence[Pool]
+) -> MemoryKeeper:
+    room = MemoryRoom()
+    return MemoryKeeper(
+        pool,
+        scheduler,
+        lambda held: room(),
+        keep_s=config.cache_keep_s,
+        others=of_draft,
+        may_limit=config.kv_cache_backend == "paged",
+    )
 
 
 def _grammar_compiler(checkpoint: Checkpoint, config: EngineConfig) -> Compiler:
@@ -341,15 +366,15 @@ def _drafter(
     plan: MemoryPlan,
     vocab_size: int,
     device: torch.device,
-) -> Drafter | None:
-    """Load the draft model, if there is one, with a cache of its own. `vocab_size`: number of the
-    model's logits.
+) -> tuple[Drafter | None, Sequence[Pool]]:
+    """Load the draft model, if there is one, with a cache of its own, which is returned, too.
+    `vocab_size`: number of the model's logits.
 
     Raises `LoadError` if it cannot be read or computes nothing.
     """
     settings, sizes = config.of_draft_model(), plan.draft
     if draft is None or settings is None or sizes is None:
-        return None
+        return None, ()
     with reading(f"the weights of the draft model {draft.name}"):
         draft.verify()
         source = draft.source(machine.choose_dtype(settings, draft.config, device), device)
@@ -361,9 +386,10 @@ def _drafter(
     attention = make_attention(config.attention_backend, storage, model.config)
     caches = (*storage.keys, *storage.values)
     runner = ModelRunner(model, attention, None, caches, device, sampler_for(vocab_size))
+    allocator = PageAllocator(num_pages, page_size, low_water=0)
     drafter = Drafter(
         runner,
-        PageAllocator(num_pages, page_size),
+        allocator,
         time.monotonic,
         vocab_size=min(vocab_size, draft.config.vocab_size),
         max_seq_len=sizes.max_seq_len,
@@ -376,7 +402,7 @@ def _drafter(
         "draft model: %s, weights %s, KV cache %s",
         *(draft.name, gib(sizes.weight_bytes), gib(sizes.kv_bytes)),
     )
-    return drafter
+    return drafter, [Pool(allocator, storage)]
 
 
 def _source(

@@ -37,7 +37,7 @@ from infer.kernels.linear import (
     native_obstacle,
     products,
 )
-from infer.kernels.loader import STRIP, cell_bytes
+from infer.kernels.loader import HUGE_PAGE, STRIP, cell_bytes
 from infer.main_memory import gib
 from infer.models.model import build_model
 from infer.models.model_config import ModelConfig
@@ -48,6 +48,8 @@ SHARE_OF_FREE_MEMORY = 0.8
 LEAST_SHARE = 0.25
 """fraction of that memory that the KV cache may take in a container that is too small for what is
 left to others"""
+LOW_WATER_BYTES, LOW_WATER_SHARE = 64 << 20, 0.25
+"""memory that a cache takes before it forgets prefixes: bytes, or a fraction of the weights"""
 CPU_TOKENS_BESIDE_STREAMS = 512
 """default limit of tokens in a step with running streams on a CPU; they wait for the step's end"""
 CUDA_TOKENS_BESIDE_STREAMS = 2048
@@ -358,6 +360,15 @@ def useful_pages(seats: int, max_seq_len: int, page_size: int) -> int:
 
     `max_seq_len`, `page_size`: in tokens."""
     return seats * -(-max_seq_len // page_size)
+
+
+def low_water_pages(plan: MemoryPlan, num_tensors: int) -> int:
+    """The number of pages up to which a paged cache takes memory before it forgets prefixes: whole
+    slabs. A slab is a huge page in each of the cache's `num_tensors` tensors."""
+    page_bytes = plan.page_size * plan.kv_bytes_per_token
+    slab = HUGE_PAGE * num_tensors
+    wanted = int(max(LOW_WATER_BYTES, LOW_WATER_SHARE * plan.weight_bytes))
+    return min(plan.num_pages, max(1, wanted // slab) * slab // page_bytes - 1)  # not page 0
 
 
 def step_tokens(

@@ -137,11 +137,17 @@ class RunnerFactory:
                 " KV cache: lower it, max_batch_size or the size of the cache",
             ) from None
 
-    def runner(self, num_pages: int) -> Any:
-        """Make a runner with a cache of `num_pages` pages and page 0."""
-        plan, shape, device = self.plan, self.model.config, self.device
+    def storage(self, num_pages: int) -> KVStorage:
+        """Make a cache of `num_pages` pages and page 0."""
+        plan, device = self.plan, self.device
         held = getattr(torch, plan.kv_cache_dtype)
-        storage = KVStorage(shape, num_pages + 1, plan.page_size, dtype=held, device=device)
+        return KVStorage(
+            self.model.config, num_pages + 1, plan.page_size, dtype=held, device=device
+        )
+
+    def runner(self, storage: KVStorage) -> Any:
+        """Make a runner with a cache."""
+        plan, shape, device = self.plan, self.model.config, self.device
         caches = (*storage.keys, *storage.values)
         if self.launches:
             if self.config.sampler != "default":
@@ -196,7 +202,7 @@ def pages_that_fit(factory: RunnerFactory) -> int:
     page_bytes = plan.page_size * plan.kv_bytes_per_token
     held = torch.cuda.memory_allocated(device)
     num_pages = -(-longest // plan.page_size) + 1
-    rehearsal = factory.runner(num_pages)
+    rehearsal = factory.runner(factory.storage(num_pages))
     factory.compile(rehearsal)  # the memory that compiling takes is not part of a step
     torch.cuda.reset_peak_memory_stats(device)
     factory.make_full_step(rehearsal)
