@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 
 import pytest
 
@@ -9,6 +10,9 @@ pytest.register_assert_rewrite("tests.support")
 
 # The models here are so small that a second thread only waits for the first one.
 os.environ["OMP_NUM_THREADS"] = "1"
+# What engines promise here is not for the engines of others on this machine, nor theirs for these.
+_RUNTIME = tempfile.TemporaryDirectory(prefix="infer-tests-")
+os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -80,10 +80,11 @@ LEVELS = (
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
         " engine.client.waiting_tokens engine.build.memory_plan engine.build.draft_checkpoint"
+        " engine.build.memory_ledger"
         " engine.build.fingerprints engine.fleet.routing",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
-        " viewers; which prompts wait for a seat; what fits into memory; the draft model on the"
-        " disk; which bits an engine computes; where the pages are",
+        " viewers; which prompts wait for a seat; what fits into memory, beside other engines; the"
+        " draft model on the disk; which bits an engine computes; where the pages are",
     ),
     Level(
         "engine.client.async_llm engine.process.messages engine.build.diagnosis"

@@ -49,7 +49,7 @@ class World:
         runner = HashRunner(pages + 1, PAGE, VOCAB)
         self.cells = Cells(runner)
         self.keeper = MemoryKeeper(
-            Pool(self.allocator, self.cells), scheduler, lambda held: self.free, keep_s=keep_s
+            Pool(self.allocator, self.cells), scheduler, lambda: self.free, keep_s=keep_s
         )
         self.core = EngineCore(scheduler, runner, keeper=self.keeper)
         self.wanted: dict[str, list[int]] = {}

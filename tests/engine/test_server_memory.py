@@ -97,7 +97,7 @@ def test_without_a_container_nothing_is_left_but_the_processes_count(tmp_path: P
     shown = dict(plan.rows())
     assert "API" in shown["processes"]
     assert "left free" not in shown
-    assert plan.as_dict()["processes"][1]["name"] == "API"
+    assert plan.as_dict()["server"]["processes"][1]["name"] == "API"
     json.dumps(plan.as_dict())
 
 

@@ -58,14 +58,14 @@ class MemoryKeeper:
         self,
         pool: Pool,
         scheduler: Scheduler,
-        room: Callable[[int], int],
+        room: Callable[[], int],
         *,
         keep_s: float,
         others: Sequence[Pool] = (),
         may_limit: bool = True,
     ) -> None:
-        """`pool`: the scheduler's. `room`: bytes that may still be taken, given those that the
-        cache takes; negative: that many are to be given back. `keep_s`: 0 keeps pages for ever.
+        """`pool`: the scheduler's. `room`: bytes that may still be taken; negative: that many
+        are to be given back. `keep_s`: 0 keeps pages for ever.
         `others`: of draft models. `may_limit`: whether the pool may get smaller than all seats
         need."""
         self._pool, self._others = pool, tuple(others)
@@ -93,7 +93,7 @@ class MemoryKeeper:
     def _fit(self) -> None:
         """Keep to the room that there is."""
         allocator, page_bytes = self._pool.allocator, self._pool.storage.page_bytes
-        room = self._room(allocator.num_touched * page_bytes)
+        room = self._room()
         least = allocator.pages_for(self._scheduler.config.max_seq_len)
         wanted = allocator.num_touched + room // page_bytes  # rounds down, also below zero
         limit = min(allocator.num_usable, max(least, wanted))

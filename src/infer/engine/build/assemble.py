@@ -32,6 +32,7 @@ from infer.engine.build.draft_checkpoint import check_vocabulary, find_draft
 from infer.engine.build.exactness import trade_of
 from infer.engine.build.fingerprints import fingerprint_of
 from infer.engine.build.machine_share import MachineShare
+from infer.engine.build.memory_ledger import MemoryLedger, Promise, for_newcomer, part_of
 from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
     CUDA_TOKENS_BESIDE_STREAMS,
@@ -128,15 +129,13 @@ def prepare(
     dtype = machine.choose_dtype(config, checkpoint.config, device)
     if device.type == "cpu":
         machine.log_dtype(config, checkpoint.config, dtype)
-    server = None
-    if beside_server and device.type == "cpu":
-        server = _server_memory(checkpoint, share)
     draft = find_draft(config)
     if draft is not None:
         check_vocabulary(text_of(checkpoint, config), draft)
     plan_with = _planner(config, checkpoint, draft, device)
+    ledger = MemoryLedger() if beside_server and device.type == "cpu" else None
     with reading(str(config.model)):
-        plan = plan_with(server=server)
+        plan = plan_with() if ledger is None else _plan_beside(ledger, checkpoint, plan_with, share)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
         time.sleep(0.2)  # the memory of a dead engine may not be free yet
@@ -154,7 +153,8 @@ def prepare(
 
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
-            return _build(config, checkpoint, draft, plan, dtype, device, announce)
+            room = MemoryRoom() if ledger is None else _room_beside(ledger, plan)
+            return _build(config, checkpoint, draft, plan, dtype, device, announce, room)
 
     return Blueprint(
         model_name=readable(config.served_model_name or checkpoint.name),
@@ -194,6 +194,46 @@ def _fingerprint(
             vocab_size=checkpoint.config.vocab_size,
             formats=(plan.dtype, plan.kv_cache_dtype),
         )
+
+
+def _plan_beside(
+    ledger: MemoryLedger,
+    checkpoint: Checkpoint,
+    plan_with: Callable[..., MemoryPlan],
+    share: MachineShare | None,
+) -> MemoryPlan:
+    """The plan of an engine of a server, beside the other engines of this machine."""
+    with ledger.planning():
+        memory, others = _server_memory(checkpoint, share), ledger.others()
+        usual, most = (min(memory.free, each) for each in for_newcomer(_free_now(), others))
+        promised = max(0, memory.free - usual)
+        plan = plan_with(server=replace(memory, free=usual, promised=promised))
+        if not plan.fits and most > usual:
+            plan = plan_with(server=replace(memory, free=most))
+        if plan.fits:
+            ledger.enter(plan.promised_bytes, plan.least_bytes)
+    return plan
+
+
+def _free_now() -> int:
+    """Main memory that this engine and the processes of its server may have."""
+    beside = [pid for pid in processes_beside(os.getppid()) if pid != os.getpid()]
+    held = sum(map(held_bytes, [os.getpid(), *beside]))
+    return main_memory.available_bytes() + held
+
+
+def _room_beside(ledger: MemoryLedger, plan: MemoryPlan) -> Callable[[], int]:
+    """The room for this engine's cache: that of the machine, and its part of what all engines were
+    promised, where that is more than there is."""
+    room = MemoryRoom()
+
+    def room_now() -> int:
+        held = held_bytes(os.getpid())
+        mine = Promise(plan.promised_bytes, plan.least_bytes, held)
+        part = part_of(mine, ledger.others_now(), main_memory.available_bytes())
+        return room() if part >= mine.promised else min(room(), part - held)
+
+    return room_now
 
 
 def _server_memory(checkpoint: Checkpoint, share: MachineShare | None) -> ServerMemory:
@@ -278,6 +318,7 @@ def _build(
     dtype: torch.dtype,
     device: torch.device,
     announce: Announce,
+    room: Callable[[], int],
 ) -> tuple[EngineCore, EngineLimits]:
     started_s = time.perf_counter()
     model_config = checkpoint.config
@@ -311,8 +352,7 @@ def _build(
     )
     keeper = None
     if device.type == "cpu":
-        pool = Pool(allocator, storage)
-        keeper = _keeper(config, pool, scheduler, of_draft)
+        keeper = _keeper(config, Pool(allocator, storage), scheduler, of_draft, room)
     limits = EngineLimits(
         vocab_size=model_config.vocab_size,
         max_seq_len=plan.max_seq_len,
@@ -333,13 +373,16 @@ def _build(
 
 
 def _keeper(
-    config: EngineConfig, pool: Pool, scheduler: Scheduler, of_draft: Sequence[Pool]
+    config: EngineConfig,
+    pool: Pool,
+    scheduler: Scheduler,
+    of_draft: Sequence[Pool],
+    room: Callable[[], int],
 ) -> MemoryKeeper:
-    room = MemoryRoom()
     return MemoryKeeper(
         pool,
         scheduler,
-        lambda held: room(),
+        room,
         keep_s=config.cache_keep_s,
         others=of_draft,
         may_limit=config.kv_cache_backend == "paged",
@@ -485,6 +528,16 @@ def plan_for(config: EngineConfig, *, free: int | None = None, replicas: int = 1
     if device.type != "cpu":
         return plan_with(free=free)
     memory = memory_of_server(checkpoint.config.vocab_size, free=free, pids=[os.getpid()])
+    if free is None:
+        ledger = MemoryLedger()
+        with ledger.planning():
+            usual, most = for_newcomer(memory.free, ledger.others())
+        promised = memory.free - usual
+        memory = replace(memory, free=usual, promised=promised)
+        plan = plan_with(server=memory.divided(replicas))
+        if not plan.fits:
+            plan = plan_with(server=replace(memory, free=most).divided(replicas))
+        return plan
     return plan_with(server=memory.divided(replicas))
 
 

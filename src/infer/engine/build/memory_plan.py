@@ -8,7 +8,7 @@ the KV cache follows from the settings. Activations are the peak of one full ste
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -114,15 +114,37 @@ class MemoryPlan:
     """what would fit if the plan does not, for the user; else empty"""
     draft: DraftPlan | None = None
     """draft model of speculation; None: there is none"""
-    processes: tuple[ProcessNeed, ...] = ()
-    """what the server's processes hold beside the model, where it is planned for a server"""
-    kept_bytes: int = 0
-    """what the default cache leaves to others in a container, beside those processes"""
+    server: ServerMemory = field(default=ServerMemory(0))
+    """the memory of the server and what its processes need, where it is planned for one"""
+
+    @property
+    def processes(self) -> tuple[ProcessNeed, ...]:
+        """What the server's processes hold beside the model."""
+        return self.server.processes
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the default cache leaves to others in a container, beside those processes."""
+        return self.server.kept_beside
 
     @property
     def process_bytes(self) -> int:
         """Bytes that the server's processes hold beside the model."""
-        return sum(need.num_bytes for need in self.processes)
+        return self.server.process_bytes
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes of main memory that the engine's process may take."""
+        own = sum(need.num_bytes for need in self.processes if need.name == "engine")
+        return self.total_bytes - self.process_bytes + own
+
+    @property
+    def least_bytes(self) -> int:
+        """The part of `promised_bytes` without which the engine could not serve: a cache for one
+        sequence."""
+        pages = min(self.num_pages, -(-self.max_seq_len // self.page_size))
+        spare = (self.num_pages - pages) * self.page_size * self.kv_bytes_per_token
+        return self.promised_bytes - spare
 
     @property
     def total_bytes(self) -> int:
@@ -157,6 +179,7 @@ class MemoryPlan:
     def rows(self) -> list[tuple[str, str]]:
         """The plan as a table of (name, value)."""
         left = self.free_bytes - self.total_bytes
+        promised = self.server.promised
         processes = ", ".join(f"{need.name} {gib(need.num_bytes)}" for need in self.processes)
         kept = f"{gib(self.kept_bytes)} of the container's limit, to others"
         fit = ", ".join(f"{count} x {n:,}" for n, count in self.sequences_that_fit().items())
@@ -166,6 +189,7 @@ class MemoryPlan:
             *([("linear layers", self.products)] if self.products else []),
             *([("exactness", trade)] if (trade := trade_of(self.dtype)) else []),
             ("free memory", gib(self.free_bytes)),
+            *([("promised", f"{gib(promised)} more to other engines")] if promised else []),
             *([("processes", f"{gib(self.process_bytes)}: {processes}")] if processes else []),
             *([("left free", kept)] if self.kept_bytes else []),
             ("weights", gib(self.weight_bytes)),
@@ -246,8 +270,7 @@ def make_plan(
         field=cache.field,
         advice=_advice(left, cache, dtype, draft_token_bytes),
         draft=drafts,
-        processes=server.processes,
-        kept_bytes=server.kept_beside,
+        server=server,
     )
 
 

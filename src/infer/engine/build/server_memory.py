@@ -58,6 +58,8 @@ class ServerMemory:
     kept: int = 0
     """what stays free for other processes in a container, the server's own ones included; 0 outside
     of containers"""
+    promised: int = 0
+    """what other engines of this machine may still take, which is not in `free`"""
 
     @property
     def process_bytes(self) -> int:
@@ -76,7 +78,7 @@ class ServerMemory:
             need if need.name == "engine" else replace(need, num_bytes=need.num_bytes // count)
             for need in self.processes
         )
-        return ServerMemory(self.free // count, tuple(shared), self.kept // count)
+        return ServerMemory(self.free // count, tuple(shared), self.kept // count, self.promised)
 
 
 def memory_of_server(
