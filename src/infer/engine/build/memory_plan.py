@@ -8,7 +8,7 @@ the KV cache follows from the settings. Activations are the peak of one full ste
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -56,6 +56,8 @@ CUDA_TOKENS_BESIDE_STREAMS = 2048
 """default limit of tokens in a step with running streams on a GPU"""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 131_072)
 """sequence lengths, in tokens, for which a plan says how many fit"""
+
+_NO_SERVER = ServerMemory(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ class MemoryPlan:
     """what would fit if the plan does not, for the user; else empty"""
     draft: DraftPlan | None = None
     """draft model of speculation; None: there is none"""
-    server: ServerMemory = field(default=ServerMemory(0))
+    server: ServerMemory = _NO_SERVER
     """the memory of the server and what its processes need, where it is planned for one"""
 
     @property
