@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ pytest.register_assert_rewrite("tests.support")
 os.environ["OMP_NUM_THREADS"] = "1"
 # Where a test asks for more, those that wait do not take the cores of the tests beside it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# What engines promise here is not for the engines of others on this machine, nor theirs for these.
+_RUNTIME = tempfile.TemporaryDirectory(prefix="infer-tests-")
+os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
 
 MAX_WORKERS = 5
 """a worker has torch in its memory, and its tests start engines that have it too"""

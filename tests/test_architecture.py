@@ -51,7 +51,9 @@ LEVELS = (
         " main memory",
     ),
     Level(
-        "kernels text", "packed and native operations; tokenizers, templates, grammars, tool calls"
+        "kernels text memory_pressure",
+        "packed and native operations; tokenizers, templates, grammars, tool calls; how much memory"
+        " there is room for",
     ),
     Level(
         "schedule models attention",
@@ -66,20 +68,24 @@ LEVELS = (
         " it; the machine's processors",
     ),
     Level(
-        "engine.core engine.client.input engine.client.output engine.fleet.journal"
-        " engine.commands engine.build.checkpoint engine.build.hardware engine.build.exactness"
-        " engine.fleet.member engine.fleet.router engine.build.machine_share",
-        "scheduler and runner in one step; prompts in, text out; commands; what each request has"
-        " received; what is on the disk and in the machine; what number formats cost; an engine of"
-        " several, who gets a request, and the part of the machine of each",
+        "engine.core engine.memory_keeper engine.client.input engine.client.output"
+        " engine.fleet.journal engine.commands engine.build.checkpoint engine.build.hardware"
+        " engine.build.exactness"
+        " engine.fleet.member engine.fleet.router engine.build.machine_share"
+        " engine.build.server_memory",
+        "scheduler and runner in one step; what gives memory back; prompts in, text out; commands;"
+        " what each request has received; what is on the disk and in the machine; what number"
+        " formats cost; an engine of"
+        " several, who gets a request, the part of the machine of each, and what processes need",
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
         " engine.client.waiting_tokens engine.build.memory_plan engine.build.draft_checkpoint"
+        " engine.build.memory_ledger"
         " engine.build.fingerprints engine.fleet.routing",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
-        " viewers; which prompts wait for a seat; what fits into memory; the draft model on the"
-        " disk; which bits an engine computes; where the pages are",
+        " viewers; which prompts wait for a seat; what fits into memory, beside other engines; the"
+        " draft model on the disk; which bits an engine computes; where the pages are",
     ),
     Level(
         "engine.client.async_llm engine.process.messages engine.build.diagnosis"

@@ -390,10 +390,17 @@ class EngineConfig:
         "While streams run, prompts are cut so that a step takes about this many milliseconds.",
     )
     kv_cache_memory_bytes: PositiveInt | None = option(
-        None, "Size of the KV cache in bytes; default: chosen from free memory."
+        None,
+        "Largest size of the KV cache in bytes; default: chosen from free memory, and at most what"
+        " max_batch_size sequences of max_seq_len need.",
     )
     kv_cache_pages: PositiveInt | None = option(
         None, "Size of the KV cache in pages, instead of bytes."
+    )
+    cache_keep_s: Annotated[float, at_least(0.0)] = option(
+        300.0,
+        "Seconds after which memory of the KV cache that nobody has used is given back to the"
+        " system (CPU); 0 = never. Under memory pressure it is given back at once.",
     )
     gpu_memory_utilization: Annotated[float, Meta(ge=0.01, le=1)] | None = option(
         None,

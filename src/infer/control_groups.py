@@ -5,6 +5,7 @@ Standard library only. Files are read below `root`, so that tests can describe o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path("/")
@@ -26,21 +27,47 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def memory_left(root: Path = ROOT) -> int | None:
-    """Bytes of memory that the control groups of this process still allow; None if unlimited.
+    """Bytes of memory that the control groups of this process still allow; None if unlimited."""
+    return min((group.left for group in memory_groups(root)), default=None)
 
-    Files that have not been used lately are not counted as used: the system gives them up first."""
-    left = []
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """The lowest limit of memory of the control groups of this process; None if unlimited."""
+    return min((group.limit for group in memory_groups(root)), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """A control group with a limit of memory; sizes in bytes."""
+
+    folder: Path
+    limit: int
+    """the hard limit, or the lower one from which on the system slows the group down"""
+    used: int
+    """without files that have not been used lately: the system gives them up first"""
+
+    @property
+    def left(self) -> int:
+        """What the group may still take."""
+        return max(0, self.limit - self.used)
+
+
+def memory_groups(root: Path = ROOT) -> list[MemoryGroup]:
+    """The control groups of this process that limit memory, and those around them."""
+    found = []
     for folder in _groups(root, "memory"):
-        for limit, used, unused in (
-            ("memory.max", "memory.current", "inactive_file"),  # version 2
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # version 1
+        for limits, used, unused in (
+            (("memory.max", "memory.high"), "memory.current", "inactive_file"),  # version 2
+            (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            most, now = text_of_file(folder / limit), text_of_file(folder / used)
-            if most.isdigit() and now.isdigit() and int(most) < _UNLIMITED:
+            most = [int(text) for name in limits if (text := text_of_file(folder / name)).isdigit()]
+            now = text_of_file(folder / used)
+            if now.isdigit() and min(most, default=_UNLIMITED) < _UNLIMITED:
                 lines = map(str.split, text_of_file(folder / "memory.stat").splitlines())
-                idle = next((int(words[1]) for words in lines if words[0] == unused), 0)
-                left.append(max(0, int(most) - max(0, int(now) - idle)))
-    return min(left, default=None)
+                idle = next((words[1] for words in lines if words[:-1] == [unused]), "0")
+                used_bytes = max(0, int(now) - (int(idle) if idle.isdigit() else 0))
+                found.append(MemoryGroup(folder, min(most), used_bytes))
+    return found
 
 
 def _groups(root: Path, controller: str) -> list[Path]:

@@ -10,20 +10,25 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from infer.control_groups import memory_left
+from infer.control_groups import ROOT, memory_left
 
 
-def available_bytes() -> int:
+def available_bytes(root: Path = ROOT) -> int:
     """Bytes that are available without swapping and within the limits of the process's control
-    groups."""
-    free = proc_bytes("/proc/meminfo", "MemAvailable:")
+    groups. `root`: folder below which the operating system's files are read."""
+    free = proc_bytes(root / "proc/meminfo", "MemAvailable:")
     if free is None:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    left = memory_left()
+    left = memory_left(root)
     return free if left is None else min(free, left)
 
 
-def proc_bytes(file: str, key: str) -> int | None:
+def gib(num_bytes: float) -> str:
+    """A number of bytes as text in GiB or MiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**26 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def proc_bytes(file: str | Path, key: str) -> int | None:
     """The bytes that a line of a file below /proc gives; `key` is its first word, with the colon.
     None where the operating system does not say."""
     try:

@@ -315,9 +315,12 @@ def test_requests_that_make_steps_raise_never_end_an_engine_that_works() -> None
 
 def test_a_trial_step_leaves_nothing_behind() -> None:
     core = make_hash_core(num_pages=4)
+    assert core.try_out() == ""
     before = core.stats()
+    assert before.gauges.num_touched_pages == 1  # its page is handed out first from then on
     assert core.try_out() == ""
     assert core.stats() == before
+    assert before.counters == make_hash_core(num_pages=4).stats().counters
     core.scheduler.check()
 
 

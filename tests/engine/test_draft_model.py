@@ -200,17 +200,16 @@ def test_the_plan_counts_the_draft_model(folders: dict[str, Path]) -> None:
     assert plan.fits
     table = dict(plan.rows())
     assert table["draft model"].startswith("half, ")
-    tight = plan_for(config, free=plan.weight_bytes + plan.activation_bytes + (16 << 20))
+    model_bytes = plan.weight_bytes + plan.activation_bytes + plan.process_bytes
+    tight = plan_for(config, free=model_bytes + (16 << 20))
     assert tight.fits
-    used = tight.weight_bytes + tight.activation_bytes + tight.kv_bytes + tight.draft_bytes
-    assert used <= tight.free_bytes
+    assert tight.total_bytes <= tight.free_bytes
     given = EngineConfig(
         max_seq_len=512,
         kv_cache_memory_bytes=8 << 20,
         speculative_config=config_of(folders["half"]),
     )
-    least = plan_for(given, free=free)
-    need = least.weight_bytes + least.activation_bytes + least.kv_bytes + least.draft_bytes
+    need = plan_for(given, free=free).total_bytes
     assert plan_for(given, free=need).fits
     assert not plan_for(given, free=need - 1).fits
 

@@ -94,6 +94,7 @@ def test_the_gauges_of_a_core_are_those_of_now() -> None:
     core = make_hash_core(num_pages=10)
     gauges = core.stats().gauges
     assert (gauges.num_pages, gauges.num_free_pages, gauges.kv_cache_usage) == (9, 9, 0.0)
+    assert (gauges.num_touched_pages, gauges.num_allowed_pages) == (0, 9)
     assert EngineGauges().kv_cache_usage == 0.0
     assert EngineGauges(num_pages=4, num_free_pages=1).kv_cache_usage == 0.75
 
@@ -113,7 +114,9 @@ def test_a_restart_keeps_counters_and_not_gauges() -> None:
                     while worker.stats().counters.num_restarts < num_deaths or not llm.is_ready:
                         await asyncio.sleep(0.01)
             after = worker.stats()
-            assert after.gauges == EngineGauges(num_pages=19, num_free_pages=19)
+            assert after.gauges == EngineGauges(
+                num_pages=19, num_free_pages=19, num_allowed_pages=19
+            )
             assert after.counters == msgspec.structs.replace(before.counters, num_restarts=2)
             assert before.counters.num_sampled_tokens > 0
 
@@ -135,7 +138,14 @@ def limits(mode: str, *, prefix_caching: bool = True) -> EngineLimits:
 
 
 STATS = EngineStats(
-    EngineGauges(num_pages=10, num_free_pages=7, kv_bytes=4096, num_batches_last_minute=2),
+    EngineGauges(
+        num_pages=10,
+        num_free_pages=7,
+        kv_bytes=11 * 4096,
+        num_batches_last_minute=2,
+        num_touched_pages=5,
+        num_allowed_pages=8,
+    ),
     EngineCounters(
         num_steps=10,
         num_rows=25,
@@ -162,7 +172,9 @@ OF_ALL_MODES = {
     "p99_wait_ms": pytest.approx(1000, rel=0.05),
     "success_rate": 0.75,
     "mean_processing_ms": 2000.0,
-    "kv_bytes": 4096,
+    "kv_bytes": 11 * 4096,
+    "kv_bytes_touched": 5 * 4096,
+    "kv_bytes_allowed": 8 * 4096,
     "kv_pages_used": 3,
     "prefix_hit_rate": 0.25,
 }

@@ -17,7 +17,7 @@ from infer import LLM, EngineConfig
 from infer.cli.main import app, main
 from infer.engine.build import hardware
 from infer.engine.build.assemble import plan_for
-from infer.engine.build.memory_plan import make_plan
+from infer.engine.build.memory_plan import make_plan, useful_pages
 from infer.errors import ConfigError
 from infer.kernels import linear, loader
 from infer.kernels.loader import int8_cache_obstacle
@@ -133,6 +133,23 @@ def test_the_plan_is_what_is_built(tmp_path: Path) -> None:
     with LLM(str(tmp_path), **settings) as llm:
         assert llm.stats()["num_pages"] == plan.num_pages
     assert plan.sequences_that_fit() == {100: plan.num_pages // 13}
+
+
+@pytest.mark.parametrize("seats", [1, 3, 32])
+@pytest.mark.parametrize("length", [1, 100, 4096])
+@pytest.mark.parametrize("page_size", [1, 16, 48])
+def test_the_default_cache_is_never_larger_than_its_seats_can_use(
+    seats: int, length: int, page_size: int
+) -> None:
+    model = parse_model_config(LLAMA_3B, "test")
+    settings: dict[str, Any] = {"max_batch_size": seats, "max_seq_len": length, "device": "cpu"}
+    plan = make_plan(EngineConfig(**settings, page_size=page_size), model, "test", free=1 << 40)
+    assert (
+        plan.num_pages == seats * -(-length // page_size) == useful_pages(seats, length, page_size)
+    )
+    # Who names a size gets it.
+    config = EngineConfig(**settings, page_size=page_size, kv_cache_pages=7 * plan.num_pages)
+    assert make_plan(config, model, "test", free=1 << 40).num_pages == 7 * plan.num_pages
 
 
 def test_the_command_prints_a_table_or_json(

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from infer import SamplingParams
+from infer.engine.build.server_memory import STANDBY_ABOVE
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.process.child import STANDBY_NAME
-from infer.engine.process.standby import ENDS_BELOW, STARTS_ABOVE, Standby
+from infer.engine.process.standby import ENDS_BELOW, Standby
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import launch_hash_llm, pid_of, process_of, solo
 
@@ -173,13 +174,13 @@ def test_a_module_that_cannot_be_imported_changes_nothing() -> None:
 
 
 def test_memory_decides_whether_there_is_one() -> None:
-    available = [STARTS_ABOVE - 1]
+    available = [STANDBY_ABOVE - 1]
     standby = Standby(FACTORY, available=lambda: available[0], watch_s=0.02, retry_s=0.0)
 
     async def body(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.1)
         assert standby.pid is None
-        available[0] = STARTS_ABOVE
+        available[0] = STANDBY_ABOVE
         pid = await prepared(standby)
         available[0] = ENDS_BELOW
         await asyncio.sleep(0.1)

@@ -96,7 +96,7 @@ def test_all_instruction_sets_find_the_same_blocks() -> None:
     try:
         for name in sets:
             loader.loaded().infer_set_isa(name.encode())
-            found.append([fitted(exact[:, :width]).rows for width in (1280, 1184)])
+            found.append([numbers_of(fitted(exact[:, :width])) for width in (1280, 1184)])
     finally:
         loader.loaded().infer_set_isa(loader.chosen_instruction_set().encode())
     for each in found:

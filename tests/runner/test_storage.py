@@ -29,6 +29,26 @@ def resident_share(tensor: torch.Tensor) -> float:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_that_are_given_back_take_no_memory_and_are_zeros(dtype: torch.dtype) -> None:
+    pages = 4096
+    made = KVStorage(CONFIG, pages, 16, dtype=dtype, device=torch.device("cpu"))
+    tensors = (*made.keys, *made.values)
+    assert made.page_bytes == sum(tensor[0].nbytes for tensor in tensors)
+    assert made.num_tensors == len(tensors)
+    assert made.preparing is not None
+    made.preparing.join()
+    for tensor in tensors:
+        tensor.fill_(7)
+    made.give_back([(8, 1000), (2048, 1)])
+    for tensor in tensors:
+        assert resident_share(tensor[16:1000]) == 0.0
+        assert not tensor[16:1000].any()
+        for kept in (tensor[:8], tensor[1008:2048], tensor[2049:]):
+            assert (kept == 7).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 def test_the_first_pages_are_there_before_anybody_needs_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -114,3 +114,96 @@ def test_without_prefix_caching_nothing_is_found() -> None:
 def test_a_pool_that_cannot_be_is_refused(num_pages: int, page_size: int) -> None:
     with pytest.raises(ValueError, match="at least"):
         PageAllocator(num_pages, page_size)
+
+
+def use(allocator: PageAllocator, tokens: list[int]) -> int:
+    """Compute a sequence from its beginning to its end; returns how many pages were found."""
+    table = allocator.match(tokens)
+    found = table.num_indexed
+    assert allocator.grow(table, len(tokens))
+    allocator.commit(table, tokens, len(tokens))
+    allocator.release(table)
+    allocator.check([])
+    return found
+
+
+def prompt(number: int, num_pages: int) -> list[int]:
+    """A prompt of whole pages of two tokens, and one token more."""
+    return [number] * (2 * num_pages) + [0]
+
+
+def test_one_user_at_a_time_does_not_touch_the_whole_pool() -> None:
+    allocator = PageAllocator(1001, 2, low_water=20)
+    for number in range(500):
+        use(allocator, prompt(number, 9))
+    assert allocator.num_touched == 20
+    assert allocator.num_free == allocator.num_usable == 1000
+    wide = PageTable()
+    assert allocator.grow(wide, 2 * 300)  # who needs more gets it
+    allocator.release(wide)
+    assert allocator.num_touched == 300
+    everything = PageAllocator(1001, 2)
+    for number in range(500):
+        use(everything, prompt(number, 9))
+    assert everything.num_touched == 1000
+
+
+def test_the_mark_rises_by_what_was_missed() -> None:
+    """Users who come again find their pages, though there is less memory than they need at the
+    start: each of them is missed once."""
+    allocator = PageAllocator(1001, 2, low_water=20)
+    rounds = [sum(use(allocator, prompt(user, 9)) for user in range(6)) for _ in range(4)]
+    assert rounds[0] == 0
+    assert rounds[-1] == 6 * 9
+    assert allocator.num_touched <= 6 * 10 + 20
+    allocator.take_back(at_least=1000)
+    assert allocator.num_touched == 0
+    for number in range(100, 200):  # what was learnt goes with the memory
+        use(allocator, prompt(number, 9))
+    assert allocator.num_touched == 20
+
+
+def test_pages_that_were_not_used_for_long_are_given_back_with_all_that_follows_them() -> None:
+    allocator = PageAllocator(101, 2, low_water=50)
+    use(allocator, prompt(1, 5))
+    use(allocator, prompt(2, 5))
+    allocator.begin_period()
+    use(allocator, prompt(2, 5))
+    now = allocator.begin_period()
+    assert allocator.take_back(before=now - 1, shortest=6) == []  # runs that are too short stay
+    assert use(allocator, prompt(1, 5)) == 0  # but nothing is found in them
+    assert use(allocator, prompt(2, 5)) == 5
+    runs = allocator.take_back(before=allocator.begin_period())
+    assert sum(count for _, count in runs) == allocator.top
+    assert allocator.num_touched == allocator.num_indexed == 0
+    table = PageTable()
+    assert allocator.grow(table, 6)
+    assert table.pages == [1, 2, 3]  # the lowest ones, so that touched memory stays together
+    allocator.check([table])
+
+
+def test_under_pressure_the_coldest_pages_go_first() -> None:
+    allocator = PageAllocator(101, 2)
+    use(allocator, prompt(1, 5))
+    use(allocator, prompt(2, 5))
+    runs = allocator.take_back(at_least=7)
+    assert sum(count for _, count in runs) == 7
+    assert use(allocator, prompt(2, 5)) == 5 - 1
+    assert use(allocator, prompt(1, 5)) == 0
+
+
+def test_nobody_touches_more_than_the_limit() -> None:
+    allocator = PageAllocator(101, 2, low_water=50)
+    use(allocator, prompt(1, 9))
+    allocator.limit = 15
+    assert allocator.num_available == 15
+    table = PageTable()
+    assert not allocator.grow(table, 2 * 16)
+    assert allocator.grow(table, 2 * 15)
+    assert allocator.num_touched == 15
+    assert allocator.num_available == 0
+    allocator.limit = 5
+    assert not allocator.grow(table, 2 * 16)
+    allocator.release(table)
+    assert allocator.num_available == 5
+    allocator.check([])

@@ -35,9 +35,13 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     tables = Bundle("tables")
 
-    @initialize(num_pages=st.integers(3, 12), page_size=st.integers(1, 4))
-    def start(self, num_pages: int, page_size: int) -> None:
-        self.allocator = PageAllocator(num_pages, page_size)
+    @initialize(
+        num_pages=st.integers(3, 12),
+        page_size=st.integers(1, 4),
+        low_water=st.sampled_from([None, 0, 1, 3]),
+    )
+    def start(self, num_pages: int, page_size: int, low_water: int | None) -> None:
+        self.allocator = PageAllocator(num_pages, page_size, low_water=low_water)
         self.open: list[PageTable] = []
         # Content of each page (scope, tokens up to its end): set by commit, compared by match.
         self.written: dict[int, tuple[str, tuple[int, ...]]] = {}
@@ -65,6 +69,25 @@ class AllocatorMachine(RuleBasedStateMachine):
         if table.pages:
             self.allocator.commit(table, tokens, int(len(tokens) * share))
 
+    @rule(at_least=st.integers(0, 9), shortest=st.integers(1, 3), by_age=st.booleans())
+    def take_back(self, at_least: int, shortest: int, by_age: bool) -> None:
+        allocator = self.allocator
+        free, touched = allocator.num_free, allocator.num_touched
+        before = allocator.begin_period() if by_age else None
+        runs = allocator.take_back(before=before, at_least=at_least, shortest=shortest)
+        taken = {page for first, count in runs for page in range(first, first + count)}
+        assert all(count >= shortest for _, count in runs)
+        assert allocator.num_free == free
+        assert allocator.num_touched == touched - len(taken)
+        if by_age and shortest == 1:
+            assert allocator.num_touched == allocator.num_used
+        for page in taken:
+            self.written.pop(page, None)
+
+    @rule(limit=st.integers(0, 12))
+    def set_limit(self, limit: int) -> None:
+        self.allocator.limit = min(limit, self.allocator.num_usable)
+
     @rule(entry=consumes(tables))
     def end(self, entry: tuple[PageTable, list[int], str]) -> None:
         self.allocator.release(entry[0])
@@ -88,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool=st.integers(24, 60),
         max_step_ms=st.sampled_from([None, 5.0]),
         static_order=st.sampled_from(STATIC_ORDERS),
+        low_water=st.sampled_from([None, 0, 5]),
     )
     def start(
         self,
@@ -99,10 +123,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         pool: int,
         max_step_ms: float | None,
         static_order: str,
+        low_water: int | None,
     ) -> None:
         self.now_s = 0.0
         num_pages = 1 + pool // page_size
-        self.allocator = PageAllocator(num_pages, page_size)
+        self.allocator = PageAllocator(num_pages, page_size, low_water=low_water)
+        self.least = -(-40 // page_size)
         config = SchedulerConfig(
             max_batch_size=seats,
             max_num_batched_tokens=budget,
@@ -114,7 +140,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             static_order=static_order,
         )
         self.scheduler = Scheduler(config, self.allocator, lambda: self.now_s)
-        self.core = EngineCore(self.scheduler, HashRunner(num_pages, page_size, VOCAB_SIZE))
+        self.runner = HashRunner(num_pages, page_size, VOCAB_SIZE)
+        self.core = EngineCore(self.scheduler, self.runner)
         self.wanted: dict[str, list[int]] = {}
         self.got: dict[str, list[int]] = {}
         self.count = 0
@@ -149,6 +176,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert got == wanted[: len(got)]
             assert (output.finish_reason is not None) == (len(got) == len(wanted))
         assert not anybody or self.scheduler.stats.num_computed_tokens > computed
+
+    @rule(limit=st.integers(0, 60), at_least=st.integers(0, 30), shortest=st.integers(1, 3))
+    def lose_memory(self, limit: int, at_least: int, shortest: int) -> None:
+        """What was in pages that are given back is gone; nobody may read it."""
+        usable = self.allocator.num_usable
+        self.allocator.limit = min(usable, max(self.least, limit))
+        self.scheduler.keep_within_limit()
+        assert len(self.scheduler.running) <= 1 or self.allocator.num_used <= self.allocator.limit
+        for first, count in self.allocator.take_back(at_least=at_least, shortest=shortest):
+            for page in range(first, first + count):
+                self.runner.cells[page] = [None] * self.runner.page_size
 
     @precondition(lambda self: self.scheduler.num_unfinished)
     @rule(data=st.data())

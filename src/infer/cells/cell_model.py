@@ -23,9 +23,10 @@ from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig
 from infer.engine.build.checkpoint import Checkpoint, chosen_blocks, find_checkpoint, text_of
-from infer.engine.build.memory_plan import MemoryPlan, gib, make_plan
+from infer.engine.build.memory_plan import MemoryPlan, make_plan
 from infer.errors import ConfigError
 from infer.files import reading
+from infer.main_memory import gib
 from infer.models.model import Model, build_model
 from infer.models.model_config import ModelConfig
 from infer.models.registry import find_architecture

@@ -110,6 +110,13 @@ class CompletedRequest:
         )
 
 
+class Keeper(Protocol):
+    """Looks after the memory of the KV cache."""
+
+    def tend(self) -> None:
+        """Do what is due; called between steps."""
+
+
 class EngineCore:
     """See the module's docstring."""
 
@@ -121,15 +128,17 @@ class EngineCore:
         *,
         kv_bytes: int = 0,
         cores_taken: Callable[[], float] = lambda: 0.0,
+        keeper: Keeper | None = None,
     ) -> None:
         """`announce` is called with the id of a request that is computed alone next because an
         engine crashed with it, and with None before several requests are computed together.
         `kv_bytes` is the size of the runner's KV cache, `cores_taken` tells the gauge of that name,
-        for statistics."""
+        for statistics. `keeper` looks after the cache's memory."""
         self.scheduler = scheduler
         self.runner = runner
         self.announce = announce
         self._kv_bytes, self._cores_taken = kv_bytes, cores_taken
+        self._keeper = keeper
         self.step_events: StepEvents | None = None
         """events of the last call of `step`; None if there were none"""
         self._num_lost = 0
@@ -166,6 +175,8 @@ class EngineCore:
 
         `flush`: no further request will arrive, so a static batch that is not full need not wait.
         """
+        if self._keeper is not None:
+            self._keeper.tend()
         started_s = self.scheduler.clock()
         plan = self.scheduler.schedule(flush=flush)
         if is_launching(self.runner):
@@ -256,7 +267,10 @@ class EngineCore:
         self.scheduler.allocator.follow()
 
     def idle_events(self) -> StepEvents | None:
-        """Changes of the prefix index, without a step; None if nobody follows it."""
+        """Changes of the prefix index, without a step; None if nobody follows it. Called about
+        every second while there is no work, so memory is looked after, too."""
+        if self._keeper is not None:
+            self._keeper.tend()
         changes = self.scheduler.allocator.take_changes(even_empty=True)
         now_s = self.scheduler.clock()
         return None if changes is None else self._step_events(now_s, 0, changes)
@@ -398,6 +412,8 @@ class EngineCore:
                 kv_bytes=self._kv_bytes,
                 cores_taken=self._cores_taken(),
                 num_batches_last_minute=scheduler.num_batches_last_minute(),
+                num_touched_pages=allocator.num_touched,
+                num_allowed_pages=allocator.limit,
             ),
             scheduler.stats.counters(num_evictions=allocator.num_evictions),
         )

@@ -39,7 +39,8 @@ SCALE_BYTES = 4
 """Size of the scale of an int8 key or value, in bytes; it is stored with the D numbers."""
 POPULATE_WRITE = 23
 """Linux's MADV_POPULATE_WRITE, for which `mmap` has no name: allocate pages as by a write."""
-_HUGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
+"""Size of a huge page of the system, in bytes."""
 _POINTER = ctypes.c_void_p
 _TYPES = {  # of C: (ctypes' type, code of `struct`)
     "void": (None, ""),
@@ -126,10 +127,10 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
     """
     if sys.platform != "linux":
         return torch.zeros(num_bytes, dtype=torch.uint8)
-    own = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    own = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(own, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % _HUGE_PAGE :][:num_bytes]
-    advise(memory[: num_bytes // _HUGE_PAGE * _HUGE_PAGE], mmap.MADV_HUGEPAGE)
+    memory = memory[-memory.data_ptr() % HUGE_PAGE :][:num_bytes]
+    advise(memory[: num_bytes // HUGE_PAGE * HUGE_PAGE], mmap.MADV_HUGEPAGE)
     return memory
 
 

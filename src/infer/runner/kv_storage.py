@@ -10,6 +10,7 @@ that masked values are finite.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import sys
 import threading
@@ -24,11 +25,11 @@ from infer.kernels.loader import POPULATE_WRITE, advise, cell_bytes, page_aligne
 from infer.models.model_config import ModelConfig
 from infer.threads import BackgroundThread
 
-PREPARED_BYTES = 1 << 30
-"""Size of the part of a cache on a CPU that is allocated before its first use, in bytes.
+PREPARED_BYTES = 64 << 20
+"""Size of the part of a cache on a CPU that is allocated before its first use, in bytes, at least
+one huge page of each tensor: those that the first request needs in any case.
 
-It is the part whose pages are used first. The operating system takes a millisecond for the first
-access to 2 MiB, which doubled the time of attention in prefill.
+All other memory is taken when it is first written, which takes a millisecond for 2 MiB.
 """
 _CHUNK_BYTES = 2 << 20  # a huge page
 
@@ -55,12 +56,28 @@ class KVStorage:
         ]
         self.keys = [_zeros(shape, dtype, device) for shape in shapes]
         self.values = [_zeros(shape, dtype, device) for shape in shapes]
+        self.num_tensors = len(self.keys) + len(self.values)
+        self.page_bytes = sum(_page_bytes(tensor) for tensor in (*self.keys, *self.values))
         self.preparing: BackgroundThread | None = None
         if device.type == "cpu" and sys.platform == "linux":
             stopping = threading.Event()
             run = partial(_prepare, [ref(each) for each in (*self.keys, *self.values)], stopping)
             self.preparing = BackgroundThread(run, stopping.set, "kv-storage")
             self.preparing.start()
+
+    def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
+        """Give the memory of runs of pages (the first one, and how many) back to the system, where
+        it can take it; they are zeros when they are used again. On CPUs."""
+        if sys.platform != "linux":
+            return
+        for tensor in (*self.keys, *self.values):
+            size = _page_bytes(tensor)
+            for first, count in runs:
+                advise(tensor, mmap.MADV_DONTNEED, first * size, count * size)
+
+
+def _page_bytes(tensor: Tensor) -> int:
+    return tensor.stride(0) * tensor.itemsize
 
 
 def _prepare(tensors: Sequence[ref[Tensor]], stopping: threading.Event) -> None:

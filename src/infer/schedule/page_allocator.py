@@ -17,8 +17,19 @@ numbers belong to `runner.kv_storage`. Called by the scheduler only. `check()` v
 5. `match` and `adopt` leave at least one token to compute, because the next token is sampled from
    its result. `adopt` lets a running sequence use pages that others have computed since it began.
 
-A free page keeps its index entry until it is handed out again. The prefix cache is therefore the
-set of indexed pages on the free list: it has no size and no eviction policy of its own.
+6. A free page is blank (written before, nothing to find in it), cached (indexed) or untouched: it
+   takes no memory, because it was never handed out or its memory was given back.
+
+A cached page keeps its index entry until it is handed out again. The prefix cache is therefore the
+set of cached pages.
+
+Which page is handed out. Blank ones first. Up to a low-water mark of touched pages, untouched ones
+come next, then the cached page that has been free longest. Above the mark a cached page goes first,
+so one user at a time does not touch the whole pool. The mark rises by what was missed: where
+`match` does not find a prefix because its pages were handed out again, it rises by those pages, and
+so there is memory for them the next time. Nobody may touch more than `limit` pages.
+
+`take_back` chooses the pages whose memory the caller gives back to the system.
 """
 
 from __future__ import annotations
@@ -26,6 +37,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from infer.schedule.index_changes import MAX_PAGES, MAX_PENDING, IndexChanges
@@ -36,6 +48,8 @@ Node = int | str | tuple[str, int]
 (0 = public); after the last public page, the scope's name and the number of that page."""
 Key = tuple[Node, tuple[int, ...]]
 """Key of a page in the prefix index: its parent's node and its `page_size` tokens."""
+Run = tuple[int, int]
+"""Pages with consecutive numbers: the first one, and how many."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,16 +76,23 @@ class AllocatorState(NamedTuple):
     indexed: dict[Key, int]
     """page of each key of the prefix cache"""
     free: tuple[int, ...]
-    """free pages, in the order in which they are given away"""
+    """free pages: blank ones, cached ones, then untouched ones, each in the order in which they are
+    handed out"""
 
 
 class PageAllocator:
     """See the module's docstring. Not thread-safe: the engine core is single-threaded."""
 
     def __init__(
-        self, num_pages: int, page_size: int, *, enable_prefix_caching: bool = True
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        low_water: int | None = None,
     ) -> None:
-        """`num_pages` counts page 0, which is never handed out; `page_size` is in tokens."""
+        """`num_pages` counts page 0, which is never handed out; `page_size` is in tokens.
+        `low_water`: number of pages, see the module's docstring; None: all."""
         if num_pages < 2:
             raise ValueError(f"num_pages must be at least 2 (page 0 is scrap), not {num_pages}")
         if page_size < 1:
@@ -79,9 +100,24 @@ class PageAllocator:
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.limit = num_pages - 1
+        """number of pages that may be touched; the caller may change it"""
+        self._low_water = self._mark = self.num_usable if low_water is None else low_water
         self._refs = [0] * num_pages
-        # Pages are taken from the front. Indexed pages, which are worth keeping, go to the back.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
+        self._blank: dict[int, None] = {}
+        """the last one is handed out first"""
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """the first one has been free longest"""
+        self._next_untouched = 1
+        """first page that was never handed out"""
+        self._given_back: list[int] = []
+        """heap of the other untouched pages"""
+        self._freed_at = [0] * num_pages
+        """period in which each page became free"""
+        self._period = 0
+        self._missed: OrderedDict[int, int] = OrderedDict()
+        """hash of the key of each cached page that was handed out again, the oldest first → its
+        node"""
         self._index: dict[Key, int] = {}
         self._key_of_page: dict[int, Key] = {}
         self._node_of_page: dict[int, int] = {}
@@ -98,7 +134,31 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Number of pages in no table; `match` may still find some of them."""
-        return len(self._free)
+        return len(self._blank) + len(self._cached) + self._num_untouched
+
+    @property
+    def num_touched(self) -> int:
+        """Number of pages that take memory."""
+        return self.num_usable - self._num_untouched
+
+    @property
+    def num_used(self) -> int:
+        """Number of pages in tables."""
+        return self.num_usable - self.num_free
+
+    @property
+    def num_available(self) -> int:
+        """Number of pages that can be handed out now: those that are free, within `limit`."""
+        return max(0, min(self.num_free, self.limit - self.num_used))
+
+    @property
+    def top(self) -> int:
+        """The highest number of a page that was ever handed out; 0: none was."""
+        return self._next_untouched - 1
+
+    @property
+    def _num_untouched(self) -> int:
+        return self.num_pages - self._next_untouched + len(self._given_back)
 
     @property
     def num_indexed(self) -> int:
@@ -117,7 +177,9 @@ class PageAllocator:
         """
         public = num_public // self.page_size
         table = PageTable(node=0 if public else scope, scope=scope, num_public=public)
-        self.adopt(table, tokens)
+        missing = self.adopt(table, tokens)
+        if missing is not None and self._mark < self.num_usable:
+            self._raise_mark(table, tokens, missing)
         return table
 
     def adopt(self, table: PageTable, tokens: Sequence[int]) -> Key | None:
@@ -150,15 +212,48 @@ class PageAllocator:
         missing = self.pages_for(num_tokens) - len(table.pages)
         if missing <= 0:
             return True
-        if missing > len(self._free):
+        if missing > self.num_available:
             return False
         table.version += 1
         for _ in range(missing):
-            page, _ = self._free.popitem(last=False)
-            self._forget(page)
+            page = self._take()
             self._refs[page] = 1
             table.pages.append(page)
         return True
+
+    def _take(self) -> int:
+        """A page to hand out; see the module's docstring for which one."""
+        if self._blank:
+            return self._blank.popitem()[0]
+        num_touched = self.num_touched
+        may_touch = self._num_untouched > 0 and num_touched < self.limit
+        if self._cached and not (may_touch and num_touched < self._mark):
+            page, _ = self._cached.popitem(last=False)
+            self._miss(page)
+            self._forget(page)
+            return page
+        if self._given_back:
+            return heappop(self._given_back)
+        self._next_untouched += 1
+        return self._next_untouched - 1
+
+    def _miss(self, page: int) -> None:
+        """Remember a cached page that is handed out again."""
+        if self._mark < self.num_usable:
+            self._missed[hash(self._key_of_page[page])] = self._node_of_page[page]
+            if len(self._missed) > self.num_usable:
+                self._missed.popitem(last=False)
+
+    def _raise_mark(self, table: PageTable, tokens: Sequence[int], key: Key) -> None:
+        """Raise the mark by the pages that `table` lacks because they were handed out again."""
+        size, start = self.page_size, table.num_indexed
+        for i in range(start, (len(tokens) - 1) // size):
+            node = self._missed.pop(hash(key), None)
+            if node is None:
+                return
+            self._mark = min(self._mark + 1, self.num_usable)
+            following = tuple(tokens[(i + 1) * size : (i + 2) * size])
+            key = ((table.scope, node) if i + 1 == table.num_public else node, following)
 
     def commit(self, table: PageTable, tokens: Sequence[int], num_computed: int) -> None:
         """Index the pages that have become full; `tokens[:num_computed]` are in the cache.
@@ -204,7 +299,7 @@ class PageAllocator:
         if page != own:
             table.version += 1
             if self._refs[page] == 0:
-                del self._free[page]
+                del self._cached[page]
             self._refs[page] += 1
             if own:
                 pages[i] = page
@@ -218,9 +313,8 @@ class PageAllocator:
     def _release_page(self, page: int) -> None:
         self._refs[page] -= 1
         if self._refs[page] == 0:
-            self._free[page] = None
-            if page not in self._key_of_page:  # nothing to find in it, so it is handed out first
-                self._free.move_to_end(page, last=False)
+            (self._cached if page in self._key_of_page else self._blank)[page] = None
+            self._freed_at[page] = self._period
 
     def _forget(self, page: int) -> None:
         key = self._key_of_page.pop(page, None)
@@ -230,6 +324,42 @@ class PageAllocator:
             self.num_evictions += 1
             if self._changes is not None:
                 self._changes.leave(node)
+
+    def begin_period(self) -> int:
+        """Begin another period of time, whose length the caller chooses; returns its number."""
+        self._period += 1
+        return self._period
+
+    def take_back(
+        self, *, before: int | None = None, at_least: int = 0, shortest: int = 1
+    ) -> list[Run]:
+        """Make pages untouched; the caller gives their memory back.
+
+        Chosen are pages that became free before the period `before`, and of the others those that
+        were free longest, until there are `at_least`. Those that were cached leave the index. Runs
+        of less than `shortest` pages stay, as blank ones. O(free pages).
+        """
+        freed_at, old = self._freed_at, list[int]()
+        if before is not None:
+            while self._cached and freed_at[next(iter(self._cached))] < before:
+                self._make_blank()
+            old = [page for page in self._blank if freed_at[page] < before]
+        while len(self._blank) < at_least and self._cached:
+            self._make_blank()
+        chosen = old if len(old) >= at_least else list(self._blank)
+        runs = [run for run in _runs(sorted(chosen)) if run[1] >= shortest]
+        for first, count in runs:
+            for page in range(first, first + count):
+                del self._blank[page]
+                heappush(self._given_back, page)
+        self._mark = max(self._low_water, min(self._mark, self.num_touched))
+        return runs
+
+    def _make_blank(self) -> None:
+        """Drop the cached page that has been free longest from the index."""
+        page, _ = self._cached.popitem(last=False)
+        self._forget(page)
+        self._blank[page] = None
 
     def follow(self, *, max_pages: int = MAX_PAGES, max_pending: int = MAX_PENDING) -> None:
         """Collect from now on which pages enter and leave the index, for `take_changes`: first all
@@ -259,7 +389,9 @@ class PageAllocator:
 
     def snapshot(self) -> AllocatorState:
         """A copy of what is indexed and of what is free."""
-        return AllocatorState(dict(self._index), tuple(self._free))
+        untouched = (*sorted(self._given_back), *range(self._next_untouched, self.num_pages))
+        free = (*reversed(self._blank), *self._cached, *untouched)
+        return AllocatorState(dict(self._index), free)
 
     def check(self, tables: Iterable[PageTable]) -> None:
         """Assert the module's rules, given every table in use. For tests; O(pages)."""
@@ -274,8 +406,14 @@ class PageAllocator:
                     assert page not in self._key_of_page, "a page that may be written is indexed"
                     assert self._refs[page] == 1, "a page that may be written is shared"
         assert counted == self._refs, "reference counts differ from the tables"
-        free = set(self._free)
-        assert free == {p for p in range(1, self.num_pages) if self._refs[p] == 0}
+        free = self.snapshot().free
+        assert len(free) == len(set(free)) == self.num_free, "a page is free twice"
+        assert set(free) == {p for p in range(1, self.num_pages) if self._refs[p] == 0}
+        assert all(page in self._key_of_page for page in self._cached)
+        assert not any(page in self._key_of_page for page in self._blank), "a blank page is indexed"
+        assert not any(page in self._key_of_page for page in self._given_back)
+        assert self.num_used <= self.num_touched <= self.num_usable
+        assert self._low_water <= self._mark <= max(self._low_water, self.num_usable)
         assert len(self._index) == len(self._key_of_page) == len(self._node_of_page)
         nodes = set(self._node_of_page.values())
         assert len(nodes) == len(self._node_of_page), "two pages have the same node"
@@ -285,3 +423,15 @@ class PageAllocator:
             parent = key[0][1] if isinstance(key[0], tuple) else key[0]
             is_root = isinstance(parent, str) or parent == 0
             assert is_root or parent in nodes, "a parent was evicted before a child"
+
+
+def _runs(pages: Sequence[int]) -> list[Run]:
+    """The runs of consecutive numbers in an ascending sequence."""
+    runs: list[Run] = []
+    for page in pages:
+        first, count = runs[-1] if runs else (0, 0)
+        if runs and first + count == page:
+            runs[-1] = (first, count + 1)
+        else:
+            runs.append((page, 1))
+    return runs

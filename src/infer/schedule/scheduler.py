@@ -271,6 +271,12 @@ class Scheduler:
             sequence.status = Status.PREEMPTED
             insort(self.preempted, sequence, key=_rank)
 
+    def keep_within_limit(self) -> None:
+        """Preempt sequences, the last in rank first, while those that run use more pages than the
+        allocator's `limit`; the first one goes on."""
+        while len(self.running) > 1 and self.allocator.num_used > self.allocator.limit:
+            self.preempt(self.running[-1], self.running[0])
+
     # Seats. Preempted sequences come back first; no sequence is skipped.
 
     def _admit(self, flush: bool) -> None:
@@ -337,7 +343,7 @@ class Scheduler:
         needed = allocator.pages_for(len(sequence.tokens)) - len(table.pages)
         # Leave a page for each running sequence that will need one; else it would preempt at once.
         reserve = sum(1 for running in self.running if self._wants_pages(running))
-        if needed + reserve > allocator.num_free:
+        if needed + reserve > allocator.num_available:
             allocator.release(table)
             return False
         grown = allocator.grow(table, len(sequence.tokens))

@@ -42,6 +42,10 @@ class EngineGauges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """
     num_batches_last_minute: int = 0
     """static mode: batches that were formed in the last minute"""
+    num_touched_pages: int = 0
+    """pages that take memory, in use or not"""
+    num_allowed_pages: int = 0
+    """pages that may take memory now; fewer than `num_pages` while main memory is scarce"""
 
     @property
     def kv_cache_usage(self) -> float:
@@ -54,7 +58,7 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     otherwise."""
 
     num_evictions: int = 0
-    """pages of the prefix index that were overwritten"""
+    """pages that left the prefix index: overwritten, or their memory was given back"""
     num_submitted: int = 0
     """requests that were accepted; equals waiting + running + preempted + finished"""
     num_requests_refused: int = 0

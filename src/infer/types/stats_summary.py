@@ -53,7 +53,9 @@ def summary_of(stats: EngineStats, limits: EngineLimits) -> dict[str, str | int 
       of a request to the engine until its first seat; percentiles within 5 %
     - `success_rate`: requests that ended normally, of these and those that failed; 0 to 1
     - `mean_processing_ms`: milliseconds from the first seat to the end, where that was normal
-    - `kv_bytes`: size of the KV cache; `kv_pages_used`: pages that requests use now
+    - `kv_bytes`: size that the KV cache may have; `kv_bytes_touched`: what it takes of it now;
+      `kv_bytes_allowed`: what it may take of it now, less than `kv_bytes` while memory is scarce;
+      `kv_pages_used`: pages that requests use now
     - `prefix_hit_rate`: prompt tokens found in the prefix cache, of all; 0 to 1
     """
     gauges, counters = stats.gauges, stats.counters
@@ -80,6 +82,9 @@ def summary_of(stats: EngineStats, limits: EngineLimits) -> dict[str, str | int 
         found["mean_processing_ms"] = round(1000 * counters.processing_s / num_finished, 3)
     if gauges.kv_bytes:
         found["kv_bytes"] = gauges.kv_bytes
+        page_bytes = gauges.kv_bytes // (gauges.num_pages + 1)
+        found["kv_bytes_touched"] = gauges.num_touched_pages * page_bytes
+        found["kv_bytes_allowed"] = gauges.num_allowed_pages * page_bytes
     if gauges.num_pages:
         found["kv_pages_used"] = gauges.num_pages - gauges.num_free_pages
     if limits.prefix_caching and counters.num_prompt_tokens:

@@ -66,30 +66,31 @@ CONFIG = EngineConfig(device="cpu", dtype="float32", max_seq_len=512, kv_cache_p
 
 
 def test_a_plan_says_how_many_engines_fit() -> None:
-    plan = plan_for(CONFIG, free=GIB)
-    need = plan.weight_bytes + plan.activation_bytes + plan.kv_bytes
+    one = plan_for(CONFIG, free=GIB).total_bytes
+    two = 2 * plan_for(CONFIG, free=GIB, replicas=2).total_bytes
+    assert one < two < 2 * one  # they share the API process and the workers
     cores = read_processors().num_threads(all_nodes=True)
-    assert most_replicas(CONFIG, free=need - 1) == 0
-    assert most_replicas(CONFIG, free=need) == 1
-    assert most_replicas(CONFIG, free=2 * need) == min(2, cores)
-    assert most_replicas(CONFIG, free=1000 * need) == cores
-    assert plan_for(CONFIG, free=2 * need, replicas=2).fits
-    assert not plan_for(CONFIG, free=2 * need - 2, replicas=2).fits
+    assert most_replicas(CONFIG, free=one - 1) == 0
+    assert most_replicas(CONFIG, free=one) == 1
+    assert most_replicas(CONFIG, free=two) == min(2, cores)
+    assert most_replicas(CONFIG, free=1000 * one) == cores
+    assert plan_for(CONFIG, free=two, replicas=2).fits
+    assert not plan_for(CONFIG, free=two - 2, replicas=2).fits
 
 
 def test_an_engine_that_does_not_fit_says_how_many_would() -> None:
-    plan = plan_for(CONFIG, free=GIB)
-    need = plan.weight_bytes + plan.activation_bytes + plan.kv_bytes
+    three = 3 * plan_for(CONFIG, free=8 * GIB, replicas=3).total_bytes
+    need = plan_for(CONFIG, free=8 * GIB, replicas=4).total_bytes
     fields = {**dataclasses.asdict(CONFIG), "num_threads": 1}
 
     def build(count: int, main_memory: int) -> Any:
         share = dataclasses.asdict(MachineShare(0, count, main_memory))
         return prepare_process({**fields, SETTING: share})
 
-    build(3, need)
+    build(4, need)
     with pytest.raises(ConfigError, match=r"replicas: 4 do not fit into the .* at most 3 would"):
-        build(4, 3 * need // 4)
-    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
+        build(4, three // 4)
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes|kv_cache_pages"):
         build(4, need // 8)
 
 

@@ -8,8 +8,9 @@ raised here as `LoadError` or `ConfigError`, before anything is served.
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,23 +33,33 @@ from infer.engine.build.draft_checkpoint import check_vocabulary, find_draft
 from infer.engine.build.exactness import trade_of
 from infer.engine.build.fingerprints import fingerprint_of
 from infer.engine.build.machine_share import MachineShare
+from infer.engine.build.memory_ledger import MemoryLedger, Promise, for_newcomer, part_of
 from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
     CUDA_TOKENS_BESIDE_STREAMS,
     MemoryPlan,
-    gib,
+    low_water_pages,
     make_plan,
     replicas_that_fit,
 )
 from infer.engine.build.processors import read_processors
 from infer.engine.build.runner_factory import RunnerFactory, make_attention, pages_that_fit
+from infer.engine.build.server_memory import (
+    ServerMemory,
+    held_bytes,
+    memory_of_server,
+    processes_beside,
+)
 from infer.engine.core import EngineCore
 from infer.engine.loop import Announce, Blueprint, EngineThread
+from infer.engine.memory_keeper import MemoryKeeper, Pool
 from infer.errors import ConfigError, LoadError
 from infer.files import reading
 from infer.kernels import cuda
 from infer.kernels.invariance import batch_invariance_problem
 from infer.kernels.team import CoresTaken
+from infer.main_memory import gib
+from infer.memory_pressure import MemoryRoom
 from infer.models.model import Model, build_model
 from infer.models.weights import WeightSource
 from infer.readable_text import readable
@@ -125,22 +136,20 @@ def prepare(
     dtype = machine.choose_dtype(config, checkpoint.config, device)
     if device.type == "cpu":
         machine.log_dtype(config, checkpoint.config, dtype)
-    free = None
-    if share is not None and device.type == "cpu":
-        free = min(share.main_memory, machine.free_bytes(device))
     draft = find_draft(config)
     if draft is not None:
         check_vocabulary(text_of(checkpoint, config), draft)
     plan_with = _planner(config, checkpoint, draft, device)
+    ledger = MemoryLedger() if beside_server and device.type == "cpu" else None
     with reading(str(config.model)):
-        plan = plan_with(free=free)
+        plan = plan_with() if ledger is None else _plan_beside(ledger, checkpoint, plan_with, share)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
         time.sleep(0.2)  # the memory of a dead engine may not be free yet
         plan = plan_with()
     if not plan.fits:
         if share is not None and device.type == "cpu":
-            _refuse_replicas(plan_with, share)
+            _refuse_replicas(checkpoint, plan_with, share)
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
     if plan.products:
         log.info("linear layers: %s", plan.products)
@@ -151,7 +160,8 @@ def prepare(
 
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
-            return _build(config, checkpoint, draft, plan, dtype, device, announce)
+            room = MemoryRoom() if ledger is None else _room_beside(ledger, plan)
+            return _build(config, checkpoint, draft, plan, dtype, device, announce, room)
 
     return Blueprint(
         model_name=readable(config.served_model_name or checkpoint.name),
@@ -165,7 +175,7 @@ def prepare(
 def _planner(
     config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
 ) -> Callable[..., MemoryPlan]:
-    """`make_plan` of these settings and checkpoints; what it takes is `free`."""
+    """`make_plan` of these settings and checkpoints; what it takes is `free` or `server`."""
     return partial(
         make_plan,
         config,
@@ -193,10 +203,63 @@ def _fingerprint(
         )
 
 
-def _refuse_replicas(plan_with: Callable[..., MemoryPlan], share: MachineShare) -> None:
+def _plan_beside(
+    ledger: MemoryLedger,
+    checkpoint: Checkpoint,
+    plan_with: Callable[..., MemoryPlan],
+    share: MachineShare | None,
+) -> MemoryPlan:
+    """The plan of an engine of a server, beside the other engines of this machine."""
+    with ledger.planning():
+        memory, others = _server_memory(checkpoint, share), ledger.others()
+        usual, most = (min(memory.free, each) for each in for_newcomer(_free_now(), others))
+        promised = max(0, memory.free - usual)
+        plan = plan_with(server=replace(memory, free=usual, promised=promised))
+        if not plan.fits and most > usual:
+            plan = plan_with(server=replace(memory, free=most))
+        if plan.fits:
+            ledger.enter(plan.promised_bytes, plan.least_bytes)
+    return plan
+
+
+def _free_now() -> int:
+    """Main memory that this engine and the processes of its server may have."""
+    beside = [pid for pid in processes_beside(os.getppid()) if pid != os.getpid()]
+    held = sum(map(held_bytes, [os.getpid(), *beside]))
+    return main_memory.available_bytes() + held
+
+
+def _room_beside(ledger: MemoryLedger, plan: MemoryPlan) -> Callable[[], int]:
+    """The room for this engine's cache: that of the machine, and its part of what all engines were
+    promised, where that is more than there is."""
+    room = MemoryRoom()
+
+    def room_now() -> int:
+        held = held_bytes(os.getpid())
+        mine = Promise(plan.promised_bytes, plan.least_bytes, held)
+        part = part_of(mine, ledger.others_now(), main_memory.available_bytes())
+        return room() if part >= mine.promised else min(room(), part - held)
+
+    return room_now
+
+
+def _server_memory(checkpoint: Checkpoint, share: MachineShare | None) -> ServerMemory:
+    """The main memory of this engine of a server, whose API process is the parent."""
+    beside = [pid for pid in processes_beside(os.getppid()) if pid != os.getpid()]
+    memory = memory_of_server(checkpoint.config.vocab_size, pids=[os.getpid(), *beside])
+    if share is None:
+        return memory
+    part = share.main_memory + sum(map(held_bytes, beside)) // share.count
+    return replace(memory.divided(share.count), free=min(part, memory.free))
+
+
+def _refuse_replicas(
+    checkpoint: Checkpoint, plan_with: Callable[..., MemoryPlan], share: MachineShare
+) -> None:
     """Raise `ConfigError` if fewer engines would fit into main memory; it says how many."""
     free = share.main_memory_of_all
-    num = replicas_that_fit(plan_with, free, share.count - 1)
+    memory = memory_of_server(checkpoint.config.vocab_size, free=free)
+    num = replicas_that_fit(lambda count: plan_with(server=memory.divided(count)), share.count - 1)
     if num:
         raise ConfigError(
             "replicas",
@@ -262,6 +325,7 @@ def _build(
     dtype: torch.dtype,
     device: torch.device,
     announce: Announce,
+    room: Callable[[], int],
 ) -> tuple[EngineCore, EngineLimits]:
     started_s = time.perf_counter()
     model_config = checkpoint.config
@@ -279,16 +343,23 @@ def _build(
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
     factory = RunnerFactory(config, plan, model, restrictions, device, seats)
     num_pages = pages_that_fit(factory)
-    runner = factory.runner(num_pages)
+    storage = factory.storage(num_pages)
+    runner = factory.runner(storage)
     if factory.launches:
         factory.warm_up(runner)
     allocator = PageAllocator(
-        num_pages + 1, plan.page_size, enable_prefix_caching=config.prefix_caching
+        num_pages + 1,
+        plan.page_size,
+        enable_prefix_caching=config.prefix_caching,
+        low_water=low_water_pages(plan, storage.num_tensors) if device.type == "cpu" else None,
     )
-    drafter = _drafter(config, draft, plan, model_config.vocab_size, device)
+    drafter, of_draft = _drafter(config, draft, plan, model_config.vocab_size, device)
     scheduler = Scheduler(
         scheduler_config, allocator, time.monotonic, restrictions.allowed, drafter
     )
+    keeper = None
+    if device.type == "cpu":
+        keeper = _keeper(config, Pool(allocator, storage), scheduler, of_draft, room)
     limits = EngineLimits(
         vocab_size=model_config.vocab_size,
         max_seq_len=plan.max_seq_len,
@@ -302,10 +373,29 @@ def _build(
     held = None if before is None or after is None else after - before
     _log_ready(checkpoint.name, plan, device, held, num_pages, started_s)
     kv_bytes = (num_pages + 1) * plan.page_size * plan.kv_bytes_per_token
-    core = EngineCore(scheduler, runner, announce, kv_bytes=kv_bytes, cores_taken=CoresTaken())
+    core = EngineCore(
+        scheduler, runner, announce, kv_bytes=kv_bytes, cores_taken=CoresTaken(), keeper=keeper
+    )
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
     return core, limits
+
+
+def _keeper(
+    config: EngineConfig,
+    pool: Pool,
+    scheduler: Scheduler,
+    of_draft: Sequence[Pool],
+    room: Callable[[], int],
+) -> MemoryKeeper:
+    return MemoryKeeper(
+        pool,
+        scheduler,
+        room,
+        keep_s=config.cache_keep_s,
+        others=of_draft,
+        may_limit=config.kv_cache_backend == "paged",
+    )
 
 
 def _grammar_compiler(checkpoint: Checkpoint, config: EngineConfig) -> Compiler:
@@ -328,15 +418,15 @@ def _drafter(
     plan: MemoryPlan,
     vocab_size: int,
     device: torch.device,
-) -> Drafter | None:
-    """Load the draft model, if there is one, with a cache of its own. `vocab_size`: number of the
-    model's logits.
+) -> tuple[Drafter | None, Sequence[Pool]]:
+    """Load the draft model, if there is one, with a cache of its own, which is returned, too.
+    `vocab_size`: number of the model's logits.
 
     Raises `LoadError` if it cannot be read or computes nothing.
     """
     settings, sizes = config.of_draft_model(), plan.draft
     if draft is None or settings is None or sizes is None:
-        return None
+        return None, ()
     with reading(f"the weights of the draft model {draft.name}"):
         draft.verify()
         source = draft.source(machine.choose_dtype(settings, draft.config, device), device)
@@ -349,9 +439,10 @@ def _drafter(
     caches = (*storage.keys, *storage.values)
     sampler, threads = sampler_for(vocab_size), threads_for(model, attention)
     runner = ModelRunner(model, attention, None, caches, device, sampler, threads)
+    allocator = PageAllocator(num_pages, page_size, low_water=0)
     drafter = Drafter(
         runner,
-        PageAllocator(num_pages, page_size),
+        allocator,
         time.monotonic,
         vocab_size=min(vocab_size, draft.config.vocab_size),
         max_seq_len=sizes.max_seq_len,
@@ -364,7 +455,7 @@ def _drafter(
         "draft model: %s, weights %s, KV cache %s",
         *(draft.name, gib(sizes.weight_bytes), gib(sizes.kv_bytes)),
     )
-    return drafter
+    return drafter, [Pool(allocator, storage)]
 
 
 def _source(
@@ -436,16 +527,28 @@ def request_defaults(config: EngineConfig) -> SamplingDefaults:
 
 
 def plan_for(config: EngineConfig, *, free: int | None = None, replicas: int = 1) -> MemoryPlan:
-    """The memory plan of these settings on this machine; loads nothing.
+    """The memory plan of a server with these settings on this machine; loads nothing.
 
     `free`: bytes to plan with instead of what the device has free. `replicas`: number of engines
     between which main memory is divided; the plan is that of one of them.
     """
     checkpoint = find_checkpoint(config.model, revision=config.revision)
     device = machine.choose_device(config)
-    if replicas > 1 and device.type == "cpu":
-        free = (machine.free_bytes(device) if free is None else free) // replicas
-    return _planner(config, checkpoint, find_draft(config), device)(free=free)
+    plan_with = _planner(config, checkpoint, find_draft(config), device)
+    if device.type != "cpu":
+        return plan_with(free=free)
+    memory = memory_of_server(checkpoint.config.vocab_size, free=free, pids=[os.getpid()])
+    if free is None:
+        ledger = MemoryLedger()
+        with ledger.planning():
+            usual, most = for_newcomer(memory.free, ledger.others())
+        promised = memory.free - usual
+        memory = replace(memory, free=usual, promised=promised)
+        plan = plan_with(server=memory.divided(replicas))
+        if not plan.fits:
+            plan = plan_with(server=replace(memory, free=most).divided(replicas))
+        return plan
+    return plan_with(server=memory.divided(replicas))
 
 
 def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
@@ -456,8 +559,9 @@ def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
     plan_with = _planner(config, checkpoint, find_draft(config), device)
     if device.type == "cuda":
         return torch.cuda.device_count() if plan_with(free=free).fits else 0
-    free = machine.free_bytes(device) if free is None else free
-    return replicas_that_fit(plan_with, free, read_processors().num_threads(all_nodes=True))
+    memory = memory_of_server(checkpoint.config.vocab_size, free=free, pids=[os.getpid()])
+    most = read_processors().num_threads(all_nodes=True)
+    return replicas_that_fit(lambda count: plan_with(server=memory.divided(count)), most)
 
 
 def build_async_llm(config: EngineConfig) -> AsyncLLM:

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from infer.config import EngineConfig
-from infer.control_groups import ROOT, text_of_file
+from infer.control_groups import ROOT, memory_limit, text_of_file
 from infer.engine.build import hardware
 from infer.engine.build.exactness import trade_of
-from infer.engine.build.memory_plan import gib
 from infer.engine.build.processors import Processors, read_processors
+from infer.engine.build.server_memory import kept_bytes
 from infer.errors import ConfigError
 from infer.kernels import loader
 from infer.kernels.blocks import NUMBERS
@@ -25,6 +25,7 @@ from infer.kernels.linear import (
     products,
     quantization_obstacle,
 )
+from infer.main_memory import available_bytes, gib
 from infer.version import VERSION
 
 FEATURES = (
@@ -110,8 +111,11 @@ def _cores(processors: Processors) -> Finding:
 
 
 def _memory(device: torch.device, root: Path) -> Finding:
-    free = gib(hardware.free_bytes(torch.device("cpu")))
-    text = f"{free} free for weights and KV cache"
+    limit = memory_limit(root)
+    text = f"{gib(available_bytes(root))} free for a server's processes, weights and KV cache"
+    if limit is not None:
+        kept = gib(kept_bytes(limit))
+        text += f"; the container's limit is {gib(limit)}, of which {kept} are left to others"
     try:
         huge = (root / "sys/kernel/mm/transparent_hugepage/enabled").read_text(encoding="utf-8")
     except OSError:

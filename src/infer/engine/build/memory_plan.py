@@ -24,6 +24,7 @@ from infer.engine.build.hardware import (
     default_seats,
     free_bytes,
 )
+from infer.engine.build.server_memory import ProcessNeed, ServerMemory
 from infer.errors import ConfigError
 from infer.kernels.blocks import BlockWeight, packed_bytes, panel_kinds
 from infer.kernels.invariance import linears
@@ -36,22 +37,27 @@ from infer.kernels.linear import (
     native_obstacle,
     products,
 )
-from infer.kernels.loader import STRIP, cell_bytes
+from infer.kernels.loader import HUGE_PAGE, STRIP, cell_bytes
+from infer.main_memory import gib
 from infer.models.model import build_model
 from infer.models.model_config import ModelConfig
 from infer.models.weights import BlockReader, WeightSource
 
 SHARE_OF_FREE_MEMORY = 0.8
 """fraction of the memory left by weights and activations that the KV cache may take"""
-MAX_PREFIX_SHARE = 2
-"""maximum default size of the KV cache, as a multiple of what a full batch of longest sequences
-needs; the rest keeps prefixes"""
+LEAST_SHARE = 0.25
+"""fraction of that memory that the KV cache may take in a container that is too small for what is
+left to others"""
+LOW_WATER_BYTES, LOW_WATER_SHARE = 64 << 20, 0.25
+"""memory that a cache takes before it forgets prefixes: bytes, or a fraction of the weights"""
 CPU_TOKENS_BESIDE_STREAMS = 512
 """default limit of tokens in a step with running streams on a CPU; they wait for the step's end"""
 CUDA_TOKENS_BESIDE_STREAMS = 2048
 """default limit of tokens in a step with running streams on a GPU"""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 131_072)
 """sequence lengths, in tokens, for which a plan says how many fit"""
+
+_NO_SERVER = ServerMemory(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +116,43 @@ class MemoryPlan:
     """what would fit if the plan does not, for the user; else empty"""
     draft: DraftPlan | None = None
     """draft model of speculation; None: there is none"""
+    server: ServerMemory = _NO_SERVER
+    """the memory of the server and what its processes need, where it is planned for one"""
+
+    @property
+    def processes(self) -> tuple[ProcessNeed, ...]:
+        """What the server's processes hold beside the model."""
+        return self.server.processes
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the default cache leaves to others in a container, beside those processes."""
+        return self.server.kept_beside
+
+    @property
+    def process_bytes(self) -> int:
+        """Bytes that the server's processes hold beside the model."""
+        return self.server.process_bytes
+
+    @property
+    def promised_bytes(self) -> int:
+        """Bytes of main memory that the engine's process may take."""
+        own = sum(need.num_bytes for need in self.processes if need.name == "engine")
+        return self.total_bytes - self.process_bytes + own
+
+    @property
+    def least_bytes(self) -> int:
+        """The part of `promised_bytes` without which the engine could not serve: a cache for one
+        sequence."""
+        pages = min(self.num_pages, -(-self.max_seq_len // self.page_size))
+        spare = (self.num_pages - pages) * self.page_size * self.kv_bytes_per_token
+        return self.promised_bytes - spare
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all that is planned: model, cache, draft model, and the server's processes."""
+        mine = self.weight_bytes + self.activation_bytes + self.kv_bytes
+        return mine + self.draft_bytes + self.process_bytes
 
     @property
     def draft_bytes(self) -> int:
@@ -137,8 +180,10 @@ class MemoryPlan:
 
     def rows(self) -> list[tuple[str, str]]:
         """The plan as a table of (name, value)."""
-        left = self.free_bytes - self.weight_bytes - self.activation_bytes - self.kv_bytes
-        left -= self.draft_bytes
+        left = self.free_bytes - self.total_bytes
+        promised = self.server.promised
+        processes = ", ".join(f"{need.name} {gib(need.num_bytes)}" for need in self.processes)
+        kept = f"{gib(self.kept_bytes)} of the container's limit, to others"
         fit = ", ".join(f"{count} x {n:,}" for n, count in self.sequences_that_fit().items())
         return [
             ("model", f"{self.model}, {self.num_parameters / 1e6:,.1f} M parameters"),
@@ -146,6 +191,9 @@ class MemoryPlan:
             *([("linear layers", self.products)] if self.products else []),
             *([("exactness", trade)] if (trade := trade_of(self.dtype)) else []),
             ("free memory", gib(self.free_bytes)),
+            *([("promised", f"{gib(promised)} more to other engines")] if promised else []),
+            *([("processes", f"{gib(self.process_bytes)}: {processes}")] if processes else []),
+            *([("left free", kept)] if self.kept_bytes else []),
             ("weights", gib(self.weight_bytes)),
             ("activations", f"{gib(self.activation_bytes)} in a step of"
              f" {self.max_num_batched_tokens} tokens"),
@@ -157,11 +205,6 @@ class MemoryPlan:
             ("left over", gib(left) if left >= 0 else f"{gib(-left)} too little"),
             ("verdict", "fits" if self.fits else f"does not fit: {self.advice}"),
         ]  # fmt: skip
-
-
-def gib(num_bytes: float) -> str:
-    """A number of bytes as text in GiB or MiB."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**26 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _draft_row(draft: DraftPlan) -> str:
@@ -179,17 +222,18 @@ def make_plan(
     *,
     blocks: CheckpointBlocks | None = None,
     free: int | None = None,
+    server: ServerMemory | None = None,
     draft: tuple[ModelConfig, str] | None = None,
 ) -> MemoryPlan:
     """The plan for these settings; its `fits` says whether the memory suffices.
 
     `name`: the model's name in the plan. `blocks`: those in which weights are held. `free`: bytes
-    to plan with instead of what the device has free. `draft`: configuration and name of the draft
-    model. Raises `ConfigError` for settings that are impossible for this model or device.
+    to plan with instead of what the device has free. `server`: those of a server, whose processes
+    count. `draft`: configuration and name of the draft model. Raises `ConfigError` if impossible.
     """
     dtype = choose_dtype(config, model, device := choose_device(config))
     _check_max_seq_len(config, model)
-    free = free_bytes(device, config.gpu_memory_utilization) if free is None else free
+    server = server or ServerMemory(_free(config, device) if free is None else free)
     batched = step_tokens(config, model, device, dtype)
     seats = _num_seats(config, device)
     parameters, weights = _count(config, model, blocks, (dtype, device))
@@ -200,10 +244,11 @@ def make_plan(
     drafts = draft and _draft_plan(config, *draft, device, rows=seats)
     if drafts:
         activations = max(activations, drafts.activation_bytes)
-    left = free - weights - activations - (drafts.weight_bytes if drafts else 0)
+    left = server.free - server.process_bytes - weights - activations
+    left -= drafts.weight_bytes if drafts else 0
     draft_token_bytes = drafts.kv_bytes_per_token if drafts else 0
-    budget = _cache_budget(config, left, page_size, token_bytes, draft_token_bytes)
     page = page_size, token_bytes
+    budget = _cache_budget(config, left, server.kept_beside, page, draft_token_bytes)
     cache = _CacheSize(config, page=page, model_max=model.max_seq_len, seats=seats, budget=budget)
     drafts = drafts and drafts.beside(cache)
     return MemoryPlan(
@@ -214,7 +259,7 @@ def make_plan(
         num_parameters=parameters,
         weight_bytes=weights,
         activation_bytes=activations,
-        free_bytes=free,
+        free_bytes=server.free,
         kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
         kv_bytes_per_token=cache.token_bytes,
         kv_bytes=cache.kv_bytes,
@@ -227,7 +272,12 @@ def make_plan(
         field=cache.field,
         advice=_advice(left, cache, dtype, draft_token_bytes),
         draft=drafts,
+        server=server,
     )
+
+
+def _free(config: EngineConfig, device: torch.device) -> int:
+    return free_bytes(device, config.gpu_memory_utilization)
 
 
 def _products(
@@ -262,14 +312,17 @@ def _kv_bytes_per_token(model: ModelConfig, cache_dtype: torch.dtype) -> int:
 
 
 def _cache_budget(
-    config: EngineConfig, left: int, page_size: int, token_bytes: int, draft_token_bytes: int
+    config: EngineConfig, left: int, kept: int, page: tuple[int, int], draft_token_bytes: int
 ) -> int:
     """Bytes for the model's cache: as the settings say, else a share of those that are `left`, of
-    which the draft model's cache gets its part."""
+    which the draft model's cache gets its part. In a container the default leaves `kept` bytes to
+    others, but a small one serves, too. `page`: tokens per page, and bytes per token."""
+    page_size, token_bytes = page
     if config.kv_cache_pages is not None:
         return (config.kv_cache_pages + 1) * page_size * token_bytes
-    share = SHARE_OF_FREE_MEMORY * token_bytes / (token_bytes + draft_token_bytes)
-    return config.kv_cache_memory_bytes or max(0, int(left * share))
+    caches = min(SHARE_OF_FREE_MEMORY * left, max(left - kept, LEAST_SHARE * left))
+    share = token_bytes / (token_bytes + draft_token_bytes)
+    return config.kv_cache_memory_bytes or max(0, int(caches * share))
 
 
 def _draft_plan(
@@ -296,14 +349,13 @@ def _draft_plan(
     )
 
 
-def replicas_that_fit(plan_with: Callable[..., MemoryPlan], free: int, most: int) -> int:
-    """The largest number of engines, up to `most`, that fit into `free` bytes of main memory when
-    each gets the same part; 0 if not even one does. `plan_with`: `make_plan` of one engine, which
-    takes `free`."""
+def replicas_that_fit(plan_with: Callable[[int], MemoryPlan], most: int) -> int:
+    """The largest number of engines, up to `most`, that fit when each gets the same part of main
+    memory; 0 if not even one does. `plan_with`: the plan of one of so many engines."""
     low, high = 0, most
     while low < high:  # fewer fit whenever more do
         middle = (low + high + 1) // 2
-        if plan_with(free=free // middle).fits:
+        if plan_with(middle).fits:
             low = middle
         else:
             high = middle - 1
@@ -325,6 +377,23 @@ def page_size_for(config: EngineConfig, model: ModelConfig) -> int:
     if config.kv_cache_backend == "paged":
         return config.page_size or DEFAULT_PAGE_SIZE
     return -(-(config.max_seq_len or model.max_seq_len) // STRIP) * STRIP
+
+
+def useful_pages(seats: int, max_seq_len: int, page_size: int) -> int:
+    """The number of pages that a full batch of longest sequences needs; the default size of a paged
+    cache is never above it. Seats that are empty or short leave pages for prefixes.
+
+    `max_seq_len`, `page_size`: in tokens."""
+    return seats * -(-max_seq_len // page_size)
+
+
+def low_water_pages(plan: MemoryPlan, num_tensors: int) -> int:
+    """The number of pages up to which a paged cache takes memory before it forgets prefixes: whole
+    slabs. A slab is a huge page in each of the cache's `num_tensors` tensors."""
+    page_bytes = plan.page_size * plan.kv_bytes_per_token
+    slab = HUGE_PAGE * num_tensors
+    wanted = int(max(LOW_WATER_BYTES, LOW_WATER_SHARE * plan.weight_bytes))
+    return min(plan.num_pages, max(1, wanted // slab) * slab // page_bytes - 1)  # not page 0
 
 
 def step_tokens(
@@ -386,11 +455,10 @@ class _CacheSize:
                     " max_batch_size or max_seq_len, or use 'paged'"
                 )
             return
-        # Pages beyond a full batch of longest sequences are only of use as prefix cache.
-        useful = -(-self.max_seq_len // self.page_size) * seats
         self.num_pages = max(0, budget // (self.page_size * self.token_bytes) - 1)
         if not (config.kv_cache_memory_bytes or config.kv_cache_pages):
-            self.num_pages = min(self.num_pages, MAX_PREFIX_SHARE * useful)
+            useful = useful_pages(seats, self.max_seq_len, self.page_size)
+            self.num_pages = min(self.num_pages, useful)
         if config.max_seq_len is None and self.num_pages:
             self.max_seq_len = min(self.max_seq_len, self.num_pages * self.page_size)
         if self.num_pages < 1 or self.num_pages * self.page_size < self.max_seq_len:

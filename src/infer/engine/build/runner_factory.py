@@ -17,10 +17,11 @@ from infer.attention.cpu import NativeBackend, obstacle, threads_for
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig, own_function
-from infer.engine.build.memory_plan import MAX_PREFIX_SHARE, MemoryPlan, gib
+from infer.engine.build.memory_plan import MemoryPlan, useful_pages
 from infer.errors import ConfigError
 from infer.kernels import cuda
 from infer.kernels.invariance import invariant_sizes
+from infer.main_memory import gib
 from infer.models.model import Model
 from infer.models.model_config import ModelConfig
 from infer.runner.grammar_masks import Restrictions
@@ -136,11 +137,17 @@ class RunnerFactory:
                 " KV cache: lower it, max_batch_size or the size of the cache",
             ) from None
 
-    def runner(self, num_pages: int) -> Any:
-        """Make a runner with a cache of `num_pages` pages and page 0."""
-        plan, shape, device = self.plan, self.model.config, self.device
+    def storage(self, num_pages: int) -> KVStorage:
+        """Make a cache of `num_pages` pages and page 0."""
+        plan, device = self.plan, self.device
         held = getattr(torch, plan.kv_cache_dtype)
-        storage = KVStorage(shape, num_pages + 1, plan.page_size, dtype=held, device=device)
+        return KVStorage(
+            self.model.config, num_pages + 1, plan.page_size, dtype=held, device=device
+        )
+
+    def runner(self, storage: KVStorage) -> Any:
+        """Make a runner with a cache."""
+        plan, shape, device = self.plan, self.model.config, self.device
         caches = (*storage.keys, *storage.values)
         if self.launches:
             if self.config.sampler != "default":
@@ -198,7 +205,7 @@ def pages_that_fit(factory: RunnerFactory) -> int:
     page_bytes = plan.page_size * plan.kv_bytes_per_token
     held = torch.cuda.memory_allocated(device)
     num_pages = -(-longest // plan.page_size) + 1
-    rehearsal = factory.runner(num_pages)
+    rehearsal = factory.runner(factory.storage(num_pages))
     factory.compile(rehearsal)  # the memory that compiling takes is not part of a step
     torch.cuda.reset_peak_memory_stats(device)
     factory.make_full_step(rehearsal)
@@ -207,7 +214,7 @@ def pages_that_fit(factory: RunnerFactory) -> int:
     del rehearsal
     free = machine.free_bytes(device, config.gpu_memory_utilization)
     pages = int(SHARE_AFTER_FULL_STEP * (free - peak)) // page_bytes - 1
-    useful = MAX_PREFIX_SHARE * factory.seats * -(-plan.max_seq_len // plan.page_size)
+    useful = useful_pages(factory.seats, plan.max_seq_len, plan.page_size)
     log.info("a full step takes %s; %s are free beside it", gib(peak), gib(free - peak))
     least = -(-plan.max_seq_len // plan.page_size)
     if pages < least:

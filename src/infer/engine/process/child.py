@@ -32,6 +32,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import infer.engine.process.messages as messages
+from infer.engine.build.server_memory import ENGINE_NAME
 from infer.engine.client.engine_client import HEARTBEAT_S
 from infer.engine.commands import Command
 from infer.engine.loop import Blueprint, EngineLoop, freeze_heap
@@ -44,8 +45,8 @@ from infer.types.step_events import StepEvents
 WRAP_VARIABLE = "INFER_WRAP_CORE"
 """variable of the environment for tests: `module:function` that gets the engine core and returns
 one that fails on purpose"""
-NAME, STANDBY_NAME = "infer-engine", "infer-standby"
-"""names by which `ps` and `top` show the process, as an engine and when it can become one"""
+STANDBY_NAME = "infer-standby"
+"""name by which `ps` and `top` show the process when it can become an engine"""
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _ENGINE_OOM_SCORE, _STANDBY_OOM_SCORE = 500, 1000
 """how early the system ends it when memory runs out; see `oom_score_adj` in proc(5). The parent can
@@ -150,7 +151,7 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
         _prepare(begin.factory)
         begin = _next(frames)
     assert isinstance(begin, messages.Begin), "an engine begins before it gets commands"
-    _be_known_as(NAME, _ENGINE_OOM_SCORE)
+    _be_known_as(ENGINE_NAME, _ENGINE_OOM_SCORE)
     channel.send(messages.HasBegun())
     logger = logging.getLogger("infer")
     logger.addHandler(_LogToParent(channel))

@@ -3,7 +3,7 @@
 Importing is most of the time that a restart takes. One standby serves all engines of a server, as
 it learns with `Begin` which engine it is to be. The first one is started after the first engine is
 ready, and another one after each that was taken. It is an addition only: where it is absent, has
-died or does not answer, an engine gets a new process. It is absent while less than `STARTS_ABOVE`
+died or does not answer, an engine gets a new process. It is absent while less than `STANDBY_ABOVE`
 bytes of main memory are available, and ended when less than `ENDS_BELOW` are.
 """
 
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from infer.engine.build.server_memory import STANDBY_ABOVE
 from infer.engine.process.engine_run import EngineRun
 from infer.engine.process.messages import Prepare
 from infer.main_memory import available_bytes
@@ -21,7 +22,7 @@ from infer.threads import BackgroundThread
 
 log = logging.getLogger(__name__)
 
-STARTS_ABOVE, ENDS_BELOW = 2 << 30, 1 << 30
+ENDS_BELOW = 1 << 30
 """bytes of available main memory; see the module's docstring"""
 WATCH_S = 1.0
 """interval in seconds at which the standby and the available memory are looked at"""
@@ -105,7 +106,7 @@ class Standby:
         engine_run = self._engine_run
         if engine_run is None:
             is_due = self._is_wanted and time.monotonic() >= self._not_before_s
-            if is_due and self._available() >= STARTS_ABOVE:
+            if is_due and self._available() >= STANDBY_ABOVE:
                 self._start()
             return None
         lacks_memory = self._available() < ENDS_BELOW
