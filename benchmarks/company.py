@@ -102,7 +102,7 @@ class Engine:
             env={**os.environ, "PYTHONPATH": str(source)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
 
     def begin(self, name: str, seconds: float, turn: int) -> None:
@@ -145,14 +145,14 @@ def quota_of(engines: list[Engine], cores: float) -> Iterator[None]:
     try:
         for folder, engine in zip(folders, engines, strict=True):
             folder.mkdir()
-            (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-            (folder / "cpu.cfs_quota_us").write_text(str(int(PERIOD_US * cores)))
-            (folder / "cgroup.procs").write_text(str(engine.process.pid))
+            (folder / "cpu.cfs_period_us").write_text(str(PERIOD_US), "utf-8")
+            (folder / "cpu.cfs_quota_us").write_text(str(int(PERIOD_US * cores)), "utf-8")
+            (folder / "cgroup.procs").write_text(str(engine.process.pid), "utf-8")
         yield
     finally:
         for folder, engine in zip(folders, engines, strict=True):
             if folder.exists():
-                (QUOTA.parent / "cgroup.procs").write_text(str(engine.process.pid))
+                (QUOTA.parent / "cgroup.procs").write_text(str(engine.process.pid), "utf-8")
                 folder.rmdir()
 
 

@@ -77,7 +77,7 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "available", lambda: "no compiler")
     monkeypatch.setattr(diagnosis, "native_obstacle", lambda: "no compiler")
     monkeypatch.setattr(diagnosis, "bfloat16_obstacle", lambda: "no arithmetic")
-    monkeypatch.setattr(diagnosis, "quantization_obstacle", lambda: "no oneDNN")
+    monkeypatch.setattr(diagnosis, "quantization_obstacle", lambda _: "no oneDNN")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     root = Path("/")
     assert found(root, "kernels") == ("torch's own: no compiler", "the package's native kernels")

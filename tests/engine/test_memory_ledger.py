@@ -94,7 +94,7 @@ time.sleep(3600)
 def test_a_promise_dies_with_its_engine(tmp_path: Path, when: str) -> None:
     ledger = MemoryLedger(tmp_path)
     command = [sys.executable, "-c", ENGINE, str(tmp_path), when]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as engine:
         assert engine.stdout is not None
         assert engine.stdout.readline() == "entered\n"
         if when == "serving":

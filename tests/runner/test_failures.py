@@ -41,8 +41,9 @@ def test_a_runner_translates(
         raise error
 
     monkeypatch.setattr(ModelRunner, "_execute", execute)
-    runner = object.__new__(ModelRunner)
-    runner.device = torch.device("cpu")
+    cpu = torch.device("cpu")
+    nothing: Any = None
+    runner = ModelRunner(nothing, nothing, None, [torch.zeros((1, 16, 1, 1))], cpu)
     with pytest.raises(kind) as caught:
         runner.execute(())
     assert caught.value.__cause__ is error

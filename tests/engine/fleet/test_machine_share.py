@@ -15,6 +15,7 @@ import pytest
 import infer.engine.build.machine_share as machine_share
 from infer import EngineConfig
 from infer.cli.main import app
+from infer.engine.build import assemble
 from infer.engine.build.assemble import most_replicas, plan_for, prepare_process
 from infer.engine.build.machine_share import SETTING, MachineShare, shares_of
 from infer.engine.build.processors import Core, Processors, read_processors
@@ -78,7 +79,9 @@ def test_a_plan_says_how_many_engines_fit() -> None:
     assert not plan_for(CONFIG, free=two - 2, replicas=2).fits
 
 
-def test_an_engine_that_does_not_fit_says_how_many_would() -> None:
+def test_an_engine_that_does_not_fit_says_how_many_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The parent is no server here, and what it has started beside this is not its.
+    monkeypatch.setattr(assemble, "processes_beside", lambda parent: [])
     three = 3 * plan_for(CONFIG, free=8 * GIB, replicas=3).total_bytes
     need = plan_for(CONFIG, free=8 * GIB, replicas=4).total_bytes
     fields = {**dataclasses.asdict(CONFIG), "num_threads": 1}

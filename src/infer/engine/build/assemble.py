@@ -328,7 +328,6 @@ def _build(
     room: Callable[[], int],
 ) -> tuple[EngineCore, EngineLimits]:
     started_s = time.perf_counter()
-    model_config = checkpoint.config
     # For a large vocabulary this takes a second, most of it with the interpreter's lock. While the
     # weights are loaded it costs little; later the first request would wait for it.
     restrictions = Restrictions(lambda: _grammar_compiler(checkpoint, config))
@@ -336,7 +335,7 @@ def _build(
     with reading(f"the weights of {checkpoint.name}"):
         checkpoint.verify()
         source = _source(config, checkpoint, dtype, device)
-        model = build_model(model_config, source, plan.max_seq_len)
+        model = build_model(checkpoint.config, source, plan.max_seq_len)
     after = machine.used_bytes(device)
     _warn_of_variance(config, model, device)
     scheduler_config = _scheduler_config(config, plan, device)
@@ -353,15 +352,14 @@ def _build(
         enable_prefix_caching=config.prefix_caching,
         low_water=low_water_pages(plan, storage.num_tensors) if device.type == "cpu" else None,
     )
-    drafter, of_draft = _drafter(config, draft, plan, model_config.vocab_size, device)
-    scheduler = Scheduler(
-        scheduler_config, allocator, time.monotonic, restrictions.allowed, drafter
-    )
-    keeper = None
-    if device.type == "cpu":
-        keeper = _keeper(config, Pool(allocator, storage), scheduler, of_draft, room)
+    drafter, of_draft = _drafter(config, draft, plan, checkpoint.config.vocab_size, device)
+    allowed = restrictions.allowed
+    scheduler = Scheduler(scheduler_config, allocator, time.monotonic, allowed, drafter)
+    pool = Pool(allocator, storage)
+    on_cpu = device.type == "cpu"
+    keeper = _keeper(config, pool, scheduler, of_draft, room) if on_cpu else None
     limits = EngineLimits(
-        vocab_size=model_config.vocab_size,
+        vocab_size=checkpoint.config.vocab_size,
         max_seq_len=plan.max_seq_len,
         num_seats=scheduler.num_seats,
         max_waiting_requests=config.max_waiting_requests,
