@@ -31,18 +31,24 @@ GREEDY = SamplingDefaults(source="generation_config.json", temperature=0.0)
 
 
 async def choices(app: App, path: str, **changes: Any) -> list[str]:
-    """The text of each choice; of the typed API and of streams, all events."""
+    """The text of each choice; of streams, what their events have together."""
     reply = await app.post(path, {**BODIES[path](**changes)})
     assert reply.status == 200, reply.body
     if reply.headers["content-type"].startswith("application/json"):
         return [str(c.get("text", c.get("message"))) for c in reply.json()["choices"]]
     lines = [line for line in reply.body.decode().split("\n") if line.startswith("data: {")]
     events = [json.loads(line.removeprefix("data: ")) for line in lines]
-    kept = [
-        e.get("token", [c.get("text", c.get("delta")) for c in e.get("choices", ())])
-        for e in events
-    ]
-    return [str(kept)]
+    # Tokens that come together may share an event, so events are joined.
+    parts = [part for event in events for part in (event.get("token"), *event.get("choices", ()))]
+    return ["".join(_text(part) for part in parts if part)]
+
+
+def _text(part: Any) -> str:
+    """The text of a token or choice of a stream."""
+    if isinstance(part, str):
+        return part
+    found = part.get("text", part.get("delta"))
+    return found if isinstance(found, str) else str(found.get("content") or "")
 
 
 WAYS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
