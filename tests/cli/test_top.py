@@ -134,14 +134,14 @@ def test_one_engine_has_no_column_for_replicas() -> None:
 
 def test_one_picture() -> None:
     with live(make_hash_llm(step_s=0.01)) as url:
-        body = completion_body(max_tokens=400, ignore_eos=True)
+        body = completion_body(max_tokens=400, ignore_eos=True, stream=True)
         data = json.dumps(body).encode()
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(url + COMPLETIONS, data, headers)
-        asking = threading.Thread(target=lambda: urllib.request.urlopen(request).read())
-        asking.start()
-        done = CliRunner().invoke(command, ["top", url, "--once"], env={"COLUMNS": "120"})
-        asking.join()
+        with urllib.request.urlopen(request) as answer:
+            answer.readline()  # it has a seat now
+            done = CliRunner().invoke(command, ["top", url, "--once"], env={"COLUMNS": "120"})
+            answer.read()
     assert done.exit_code == 0, done.output
     assert "hash-model" in done.output
     assert "seats 1/8" in done.output
