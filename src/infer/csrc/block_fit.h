@@ -8,7 +8,7 @@
 #pragma once
 
 #include "blocks.h"
-#include "halves.h"
+#include "file_blocks.h"
 #include "isa/vectors.h"
 #include "linear.h"
 
@@ -21,14 +21,6 @@ constexpr long SUPER_GROUPS = 8;                       // of a block of Q4_K
 constexpr float HIGHEST_MULTIPLE = 63.f;
 
 using FitLanes = float[FIT_LANES];
-
-// To the nearest even, of numbers between 0 and 15.
-INLINE float rounded_code(float x) {
-  constexpr float LARGE = 12582912.f;  // 1.5 · 2²³, where floats are whole numbers
-  x = x > 0.f ? x : 0.f;
-  x = x < (float)HIGHEST ? x : (float)HIGHEST;
-  return (x + LARGE) - LARGE;
-}
 
 INLINE F16 rounded_codes(F16 x) { return nearest16(least16(most16(x, splat(0.f)), splat((float)HIGHEST))); }
 
@@ -106,16 +98,20 @@ INLINE void error_of(const Fit& fit, const FitLanes& a, const FitLanes& b, FitLa
   store16(error, total);
 }
 
-// Codes of a lane's numbers as a · n - b, two in a byte: `apart` numbers lie between those of one.
-void put_codes_of(const Fit& fit, int lane, float a, float b, uint8_t* to, bool high) {
-  const float inverse = inverse_or_zero(a);
+using FitCodes = uint8_t[FIT_LANES][FIT_NUMBERS];
+
+// The codes of a lane's numbers as a · n - b.
+void codes_of(const Fit& fit, const FitLanes& a, const FitLanes& b, FitCodes& codes) {
+  alignas(64) FitLanes inverse, rounded;
+  for (int l = 0; l < FIT_LANES; ++l) inverse[l] = inverse_or_zero(a[l]);
+  const F16 minimum = load16(b), by = load16(inverse);
   for (int i = 0; i < FIT_NUMBERS; ++i) {
-    const uint8_t code = (uint8_t)rounded_code((fit.numbers[i][lane] + b) * inverse);
-    to[i] = high ? (uint8_t)(to[i] | code << 4) : code;
+    store16(rounded, rounded_codes((load16(fit.numbers[i]) + minimum) * by));
+    for (int l = 0; l < FIT_LANES; ++l) codes[l][i] = (uint8_t)rounded[l];
   }
 }
 
-// Numbers of `count` groups from `first` on, of rows with `groups` each; all others are 0.
+// Numbers of `count` groups of a row from `first` on; all others are 0.
 void read_groups(Fit& fit, const uint16_t* row, long K, long first, long count) {
   for (int l = 0; l < FIT_LANES; ++l)
     for (int i = 0; i < FIT_NUMBERS; ++i) {
@@ -125,13 +121,20 @@ void read_groups(Fit& fit, const uint16_t* row, long K, long first, long count) 
     }
 }
 
-void write_q4_1(const Fit& fit, int lane, uint8_t* to) {
-  const uint16_t scale = half_of(fit.scale[lane]), minimum = half_of(fit.minimum[lane]);
-  std::memcpy(to, &scale, 2);
-  std::memcpy(to + 2, &minimum, 2);
-  uint8_t codes[FIT_NUMBERS];
-  put_codes_of(fit, lane, float_of(scale), -float_of(minimum), codes, false);
-  for (int i = 0; i < 16; ++i) to[4 + i] = (uint8_t)(codes[i] | codes[16 + i] << 4);
+// `count` blocks of Q4_1, one of each lane.
+void write_q4_1(const Fit& fit, uint8_t* to, long count) {
+  alignas(64) FitLanes scales, minima;
+  uint16_t halves[FIT_LANES][2];
+  for (int l = 0; l < FIT_LANES; ++l) {
+    halves[l][0] = half_of(fit.scale[l]), halves[l][1] = half_of(fit.minimum[l]);
+    scales[l] = float_of(halves[l][0]), minima[l] = -float_of(halves[l][1]);
+  }
+  FitCodes codes;
+  codes_of(fit, scales, minima, codes);
+  for (int l = 0; l < count; ++l, to += block_format(BlockType::Q4_1)->file_bytes) {
+    std::memcpy(to, halves[l], 4);
+    for (int i = 0; i < 16; ++i) to[4 + i] = (uint8_t)(codes[l][i] | codes[l][16 + i] << 4);
+  }
 }
 
 // Of each lane's multiples and those one apart, those with the least error. `unit`: a lane's block's two.
@@ -156,7 +159,7 @@ void choose_multiples(const Fit& fit, const FitLanes& unit, const FitLanes& mini
   }
 }
 
-// Two blocks of Q4_K: lanes 0 … 7 and 8 … 15.
+// Blocks of Q4_K: lanes 0 … 7, and 8 … 15 if there are so many groups.
 void write_q4_k(const Fit& fit, uint8_t* to, long count) {
   alignas(64) FitLanes unit, minimum_unit, scales, minima;
   uint16_t halves[FIT_LANES][2];
@@ -175,7 +178,12 @@ void write_q4_k(const Fit& fit, uint8_t* to, long count) {
     scales[l] = nearest(fit.scale[l], unit[l]), minima[l] = nearest(-fit.minimum[l], minimum_unit[l]);
   }
   choose_multiples(fit, unit, minimum_unit, scales, minima);
-  for (long block = 0; block * SUPER_GROUPS < count; ++block, to += 144) {
+  alignas(64) FitLanes each_scale, each_minimum;
+  for (int l = 0; l < FIT_LANES; ++l)
+    each_scale[l] = scales[l] * unit[l], each_minimum[l] = minima[l] * minimum_unit[l];
+  FitCodes codes;
+  codes_of(fit, each_scale, each_minimum, codes);
+  for (long block = 0; block * SUPER_GROUPS < count; ++block, to += block_format(BlockType::Q4_K)->file_bytes) {
     const int first = (int)(block * SUPER_GROUPS);
     std::memcpy(to, halves[first], 4);
     uint8_t *packed = to + 4, a[SUPER_GROUPS], b[SUPER_GROUPS];
@@ -184,14 +192,14 @@ void write_q4_k(const Fit& fit, uint8_t* to, long count) {
       packed[i] = (uint8_t)(a[i] | (a[i + 4] >> 4) << 6), packed[i + 4] = (uint8_t)(b[i] | (b[i + 4] >> 4) << 6);
       packed[i + 8] = (uint8_t)((a[i + 4] & 15) | (b[i + 4] & 15) << 4);
     }
-    for (int i = 0; i < SUPER_GROUPS; ++i) {
-      const int l = first + i;
-      put_codes_of(fit, l, scales[l] * unit[l], minima[l] * minimum_unit[l], to + 16 + i / 2 * 32, i % 2);
-    }
+    for (int pair = 0; pair < SUPER_GROUPS / 2; ++pair)
+      for (int i = 0; i < FIT_NUMBERS; ++i)
+        to[16 + pair * FIT_NUMBERS + i] = (uint8_t)(codes[first + 2 * pair][i] | codes[first + 2 * pair + 1][i] << 4);
   }
 }
 
 void fit_row(BlockType type, const uint16_t* row, long K, uint8_t* to) {
+  const BlockFormat& format = *block_format(type);
   const bool is_k = type == BlockType::Q4_K;
   const long groups = ceil_div(K, FIT_NUMBERS);
   Fit fit;
@@ -199,8 +207,7 @@ void fit_row(BlockType type, const uint16_t* row, long K, uint8_t* to) {
     const long count = std::min<long>(FIT_LANES, groups - first);
     read_groups(fit, row, K, first, count);
     fit.find(is_k);
-    if (is_k) write_q4_k(fit, to + first / SUPER_GROUPS * 144, count);
-    for (int l = 0; !is_k && l < count; ++l) write_q4_1(fit, l, to + (first + l) * 20);
+    (is_k ? write_q4_k : write_q4_1)(fit, to + first * FIT_NUMBERS / format.file_inputs * format.file_bytes, count);
   }
 }
 

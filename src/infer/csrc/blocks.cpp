@@ -3,7 +3,7 @@
 
 #include "blocks.h"
 
-#include "halves.h"
+#include "file_blocks.h"
 #include "isa/dispatch.h"
 #include "linear.h"
 
@@ -29,31 +29,24 @@ void read_six_bits(const uint8_t* from, Block& to) {
   }
 }
 
-void read_q4_0(const uint8_t* from, Block& to) {
-  to.scale = read_half(from);
-  for (int i = 0; i < 16; ++i) {
-    to.codes[i] = from[2 + i] & 15;
-    to.codes[i + 16] = from[2 + i] >> 4;
-  }
+void put(Block& to, uint16_t scale, uint16_t minimum, const Codes& codes) {
+  to.scale = scale, to.minimum = minimum;
+  std::memcpy(to.codes, &codes, sizeof codes);
 }
 
 // A minimum is subtracted here and added in files.
 constexpr uint16_t SIGN = 0x8000;
 
+void read_q4_0(const uint8_t* from, Block& to) { put(to, read_half(from), 0, nibbles(from + 2)); }
+
 void read_q4_1(const uint8_t* from, Block& to) {
-  read_q4_0(from + 2, to);
-  to.scale = read_half(from), to.minimum = read_half(from + 2) ^ SIGN;
+  put(to, read_half(from), read_half(from + 2) ^ SIGN, nibbles(from + 4));
 }
 
-void read_q5_0(const uint8_t* from, Block& to) {
-  read_q4_0(from + 4, to);
-  to.scale = read_half(from);
-  for (int i = 0; i < 32; ++i) to.codes[i] |= (uint8_t)((from[2 + i / 8] >> i % 8 & 1) << 4);
-}
+void read_q5_0(const uint8_t* from, Block& to) { put(to, read_half(from), 0, five_bits(from + 2, from + 6)); }
 
 void read_q5_1(const uint8_t* from, Block& to) {
-  read_q5_0(from + 2, to);
-  to.scale = read_half(from), to.minimum = read_half(from + 2) ^ SIGN;
+  put(to, read_half(from), read_half(from + 2) ^ SIGN, five_bits(from + 4, from + 8));
 }
 
 void read_q8_0(const uint8_t* from, Block& to) {

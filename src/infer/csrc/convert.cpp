@@ -3,7 +3,7 @@
 // Types whose numbers Q8_0 or Q6_K holds exactly keep them. Others are rounded to Q8_0: in each 32 numbers to whole
 // multiples of a 127th of the largest one. A conversion is one pass over memory.
 
-#include "halves.h"
+#include "file_blocks.h"
 #include "threads.h"
 
 namespace {
@@ -17,31 +17,7 @@ enum Type { F32 = 0, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q3_K = 11
 
 constexpr int8_t IQ4[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-// Half of a block. Compilers take loops over so few bytes apart, so vectors are written as such.
-using Bytes = uint8_t __attribute__((vector_size(16)));
-using Longs = uint64_t __attribute__((vector_size(16)));
 using Floats = float __attribute__((vector_size(64)));
-
-struct Codes {
-  Bytes low, high;
-};
-
-INLINE Codes nibbles(const uint8_t* from) {  // first all lower halves, then all upper ones
-  Bytes both;
-  std::memcpy(&both, from, sizeof both);
-  return {both & 15, both >> 4};
-}
-
-INLINE Bytes fifth_bits(const uint8_t* from) {  // of 16 numbers, times 16
-  const Longs repeated = {from[0] * 0x0101010101010101ull, from[1] * 0x0101010101010101ull};
-  const Longs bit = {0x8040201008040201, 0x8040201008040201};
-  return (Bytes)((Bytes)(repeated & bit) != 0) & 16;
-}
-
-INLINE Codes five_bits(const uint8_t* high, const uint8_t* low) {
-  Codes codes = nibbles(low);
-  return {codes.low | fifth_bits(high), codes.high | fifth_bits(high + 2)};
-}
 
 INLINE void write_block(const uint8_t* half, const Codes& codes, uint8_t* to) {
   std::memcpy(to, half, 2);

@@ -1,4 +1,4 @@
-// float16 as files have it, in two bytes.
+// What blocks of GGUF files consist of: float16 in two bytes, and 32 codes of 4 or 5 bits.
 #pragma once
 
 #include "common.h"
@@ -31,6 +31,31 @@ INLINE uint16_t half_of(float x) {  // to nearest even
     return (uint16_t)(sign | (bits - 0x3f000000));
   }
   return (uint16_t)(sign | (bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+}
+
+// Half of a block. Compilers take loops over so few bytes apart, so vectors are written as such.
+using Bytes = uint8_t __attribute__((vector_size(16)));
+using Longs = uint64_t __attribute__((vector_size(16)));
+
+struct Codes {
+  Bytes low, high;
+};
+
+INLINE Codes nibbles(const uint8_t* from) {  // first all lower halves, then all upper ones
+  Bytes both;
+  std::memcpy(&both, from, sizeof both);
+  return {both & 15, both >> 4};
+}
+
+INLINE Bytes fifth_bits(const uint8_t* from) {  // of 16 numbers, times 16
+  const Longs repeated = {from[0] * 0x0101010101010101ull, from[1] * 0x0101010101010101ull};
+  const Longs bit = {0x8040201008040201, 0x8040201008040201};
+  return (Bytes)((Bytes)(repeated & bit) != 0) & 16;
+}
+
+INLINE Codes five_bits(const uint8_t* high, const uint8_t* low) {
+  Codes codes = nibbles(low);
+  return {codes.low | fifth_bits(high), codes.high | fifth_bits(high + 2)};
 }
 
 }  // namespace
