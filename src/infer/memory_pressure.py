@@ -8,10 +8,10 @@ look, there is none, and some is to be given back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from infer.control_groups import ROOT, memory_groups, text_of_file
+from infer.control_groups import ROOT, MemoryGroup, memory_groups, text_of_file
 from infer.main_memory import proc_bytes
 
 MARGIN_SHARE, MARGIN_BYTES, MAX_MARGIN_BYTES = 0.05, 64 << 20, 1 << 30
@@ -37,27 +37,28 @@ class MemoryRoom:
         self._waited_us: dict[Path, int] = {}
         self._events: dict[Path, int] = {}
         self._looked_s = clock()
-        self._is_pressed()
+        self._is_pressed(memory_groups(root))
 
     def __call__(self) -> int:
         """Bytes that may still be taken; negative: that many are to be given back."""
-        room = min(self._rooms(), default=MAX_MARGIN_BYTES)
-        return min(room, -PRESSED_BYTES) if self._is_pressed() else room
+        groups = memory_groups(self._root)
+        room = min(self._rooms(groups), default=MAX_MARGIN_BYTES)
+        return min(room, -PRESSED_BYTES) if self._is_pressed(groups) else room
 
-    def _rooms(self) -> Iterator[int]:
+    def _rooms(self, groups: Sequence[MemoryGroup]) -> Iterator[int]:
         total = proc_bytes(self._root / "proc/meminfo", "MemTotal:")
         available = proc_bytes(self._root / "proc/meminfo", "MemAvailable:")
         if total is not None and available is not None:
             yield available - margin(total)
-        for group in memory_groups(self._root):
+        for group in groups:
             yield group.limit - group.used - margin(group.limit)
 
-    def _is_pressed(self) -> bool:
+    def _is_pressed(self, groups: Sequence[MemoryGroup]) -> bool:
         """Whether processes have waited for memory since the last call, or a limit was reached."""
         now_s = self._clock()
         elapsed_us = max(1.0, 1e6 * (now_s - self._looked_s))
         self._looked_s = now_s
-        folders = [group.folder for group in memory_groups(self._root)]
+        folders = [group.folder for group in groups]
         found = False
         for file in (
             self._root / "proc/pressure/memory",

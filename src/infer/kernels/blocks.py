@@ -25,8 +25,8 @@ NUMBERS = {
 _FITTED = {"Q4_K": (256, 144), "Q4_1": (32, 20)}
 """Number of inputs and of bytes of a block, of the types that `fitted` makes."""
 CONVERTED = {
-    **{"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "IQ4_NL": 20, "F32": 0},
-    "Q3_K": 11,
+    **{kind: NUMBERS[kind] for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1")},
+    **{"Q3_K": 11, "IQ4_NL": 20, "F32": 0},
 }
 """Number in GGUF files of each type of blocks that `convert` reads, by its name; 32 numbers are a
 block of F32."""
@@ -122,7 +122,7 @@ def packed_bytes(kinds: Sequence[str], width: int) -> int:
     return sum(sizes[kind] for kind in kinds)
 
 
-def convert(blocks: np.ndarray, kind: str, found: np.ndarray, wanted: str, threads: int) -> None:
+def convert(blocks: np.ndarray, kind: str, found: np.ndarray, wanted: str) -> None:
     """Write blocks [n, bytes] of a type as blocks [n, bytes] of the type `wanted` to `found`.
 
     Q3_K becomes Q6_K and the other types of `CONVERTED` become Q8_0, in one pass over memory. Both
@@ -132,7 +132,7 @@ def convert(blocks: np.ndarray, kind: str, found: np.ndarray, wanted: str, threa
     assert found.flags.c_contiguous
     is_known = loader.loaded().infer_blocks_convert(
         *(blocks.ctypes.data, CONVERTED[kind], found.ctypes.data, NUMBERS[wanted], len(blocks)),
-        threads,
+        num_threads(),
     )
     assert is_known, (kind, wanted)
 

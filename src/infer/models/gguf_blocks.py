@@ -52,17 +52,17 @@ def as_held(rows: np.ndarray, kind: TensorKind, wanted: str) -> np.ndarray:
     """
     if kind.name == wanted:
         return rows
-    target, threads = KINDS[wanted], torch.get_num_threads()
+    target = KINDS[wanted]
     blocks = rows.reshape(-1, kind.block_bytes)
     num_found = len(blocks) * kind.block // target.block
     found = np.empty((num_found, target.block_bytes), dtype=np.uint8)
     if kind.name in CONVERTED:
-        convert(blocks, kind.name, found, wanted, threads)
+        convert(blocks, kind.name, found, wanted)
         return found.reshape(len(rows), -1)
     for first, part in _parts(blocks, kind):
         decoded = _decoded(part, kind).numpy().reshape(-1, target.block)
         start = first * kind.block // target.block
-        convert(decoded, "F32", found[start : start + len(decoded)], wanted, threads)
+        convert(decoded, "F32", found[start : start + len(decoded)], wanted)
     return found.reshape(len(rows), -1)
 
 

@@ -45,7 +45,6 @@ from infer.engine.build.memory_plan import (
 from infer.engine.build.processors import read_processors
 from infer.engine.build.runner_factory import RunnerFactory, make_attention, pages_that_fit
 from infer.engine.build.server_memory import (
-    ServerMemory,
     held_bytes,
     memory_of_server,
     processes_beside,
@@ -211,8 +210,13 @@ def _plan_beside(
 ) -> MemoryPlan:
     """The plan of an engine of a server, beside the other engines of this machine."""
     with ledger.planning():
-        memory, others = _server_memory(checkpoint, share), ledger.others()
-        usual, most = (min(memory.free, each) for each in for_newcomer(_free_now(), others))
+        beside = [pid for pid in processes_beside(os.getppid()) if pid != os.getpid()]
+        whole = memory_of_server(checkpoint.config.vocab_size, pids=[os.getpid(), *beside])
+        memory = whole
+        if share is not None:
+            part = share.main_memory + sum(map(held_bytes, beside)) // share.count
+            memory = replace(whole.divided(share.count), free=min(part, whole.free))
+        usual, most = (min(memory.free, each) for each in for_newcomer(whole.free, ledger.others()))
         promised = max(0, memory.free - usual)
         plan = plan_with(server=replace(memory, free=usual, promised=promised))
         if not plan.fits and most > usual:
@@ -220,13 +224,6 @@ def _plan_beside(
         if plan.fits:
             ledger.enter(plan.promised_bytes, plan.least_bytes)
     return plan
-
-
-def _free_now() -> int:
-    """Main memory that this engine and the processes of its server may have."""
-    beside = [pid for pid in processes_beside(os.getppid()) if pid != os.getpid()]
-    held = sum(map(held_bytes, [os.getpid(), *beside]))
-    return main_memory.available_bytes() + held
 
 
 def _room_beside(ledger: MemoryLedger, plan: MemoryPlan) -> Callable[[], int]:
@@ -241,16 +238,6 @@ def _room_beside(ledger: MemoryLedger, plan: MemoryPlan) -> Callable[[], int]:
         return room() if part >= mine.promised else min(room(), part - held)
 
     return room_now
-
-
-def _server_memory(checkpoint: Checkpoint, share: MachineShare | None) -> ServerMemory:
-    """The main memory of this engine of a server, whose API process is the parent."""
-    beside = [pid for pid in processes_beside(os.getppid()) if pid != os.getpid()]
-    memory = memory_of_server(checkpoint.config.vocab_size, pids=[os.getpid(), *beside])
-    if share is None:
-        return memory
-    part = share.main_memory + sum(map(held_bytes, beside)) // share.count
-    return replace(memory.divided(share.count), free=min(part, memory.free))
 
 
 def _refuse_replicas(
