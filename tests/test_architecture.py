@@ -1,4 +1,4 @@
-"""The layering and the rules of `docs/architecture.md`, enforced.
+"""The layering and the rules of `docs/architecture.md`, enforced; the tables of `docs/modules.md`.
 
 `LEVELS` is the only place where the order of the rooms is written; the tables of the page are made
 from it, from the modules' own docstrings and from the sizes of the files:
@@ -24,7 +24,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "infer"
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "modules.md"
 
 
 class Level(NamedTuple):
@@ -668,7 +668,7 @@ def with_tables(page: str) -> str:
     for mark, table in tables.items():
         begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
         head, found, rest = page.partition(begin)
-        assert found, f"docs/architecture.md has no mark {begin!r}"
+        assert found, f"docs/modules.md has no mark {begin!r}"
         page = head + begin + table + "\n" + end + rest.partition(end)[2]
     return page
 

@@ -122,6 +122,12 @@ def test_every_row_of_the_designs_is_shown_by_a_test() -> None:
         assert len(unshown_rows(broken)) == 1
 
 
+def test_the_way_in_is_short() -> None:
+    """README.md stays a front door, and the architecture page something that is read to its end."""
+    assert len(PAGES["README.md"].read_text(encoding="utf-8").split()) <= 700
+    assert PAGES["docs/architecture.md"].read_text(encoding="utf-8").count("\n") <= 250
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     assert broken_links(PAGES[page], PAGES[page].read_text(encoding="utf-8")) == []

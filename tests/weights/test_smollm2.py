@@ -112,7 +112,7 @@ def test_the_blocks_of_the_file() -> None:
 
 
 def test_a_chat_with_a_server(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As README.md has it; the model has the name of its file."""
+    """As docs/api.md has it; the model has the name of its file."""
     monkeypatch.setitem(ENV, "PYTHONPATH", os.pathsep.join((ENV["PYTHONPATH"], str(site))))
     command = ["-m", "infer.cli.main", "serve", SMOLLM2.model, "--port", "0"]
     with served([*command, "--max-seq-len", "300"], tmp_path / "log") as server:
