@@ -104,7 +104,7 @@ def test_several_prompts_are_scored_in_their_order(llm: LLM) -> None:
         ([1, 2, 3], [True], "positions must be integers, not bool"),
         ([], None, "the prompt is empty"),
         ([10**9], None, "outside the vocabulary"),
-        ([1] * 256, None, "256 tokens leave none for output"),
+        ([1] * 256, None, "256 tokens > 255 maximum"),
     ],
     ids=str,
 )

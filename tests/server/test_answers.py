@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -304,6 +305,11 @@ MODEL = {
     "id": "hash-model",
     "object": "model",
     "owned_by": "infer",
+    "type": "model",
+    "display_name": "hash-model",
+    "lifecycle": "active",
+    "max_input_tokens": 512,
+    "max_tokens": 512,
     "max_model_len": 512,
     "sampling_defaults": {"source": None},
 }
@@ -313,8 +319,12 @@ def test_the_other_routes() -> None:
     async def use(app: App) -> None:
         listed = (await app.get("/v1/models")).json()
         one = (await app.get("/v1/models/hash-model")).json()
-        assert listed == {"object": "list", "data": [one]}
-        assert BEGAN_S <= one.pop("created") <= time.time()
+        ends = {"has_more": False, "first_id": "hash-model", "last_id": "hash-model"}
+        assert listed == {"object": "list", "data": [one], **ends}
+        created_s = one.pop("created")
+        assert BEGAN_S <= created_s <= time.time()
+        made = datetime.fromisoformat(one.pop("created_at"))
+        assert made.timestamp() == created_s
         assert one == MODEL
         health = await app.get("/health")
         assert (health.status, health.json()) == (200, {"status": "ok"})

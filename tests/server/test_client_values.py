@@ -19,6 +19,7 @@ from tests.support.tenants import make
 
 NEEDED: dict[str, Any] = {
     "prompt": "x",
+    "input": "x",
     "messages": [{"role": "user", "content": "x"}],
     "tokens": [1],
     "title": "x",

@@ -16,7 +16,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.server import generation
 from infer.server.app import GENERATING
 from infer.server.openai.answer_parts import TokenUsage, wire_reason
-from infer.server.openai.events import dump, event
+from infer.server.openai.events import NOTHING_YET, dump, event
 from infer.server.openai.generating_api import OnMessage, Part
 from infer.server.openai.schema import GeneratingBody
 from infer.server.openai.to_engine import in_callers_names, requests_of
@@ -28,20 +28,20 @@ from tests.support.serving import BODIES, COMPLETIONS, App, Reply, check_refused
 # ---- an endpoint of our own: one class (with its body and its answer) and one row
 
 
-class ResponseBody(GeneratingBody):
-    """`POST /v1/responses`, as far as this test goes."""
+class AnswersBody(GeneratingBody):
+    """`POST /v1/answers`."""
 
     input: str
     max_output_tokens: int = 8
 
 
-class ResponseAnswer:
+class AnswersAnswer:
     """An answer in the shape of OpenAI's responses."""
 
     merges = True
     warning = "experimental"
 
-    def __init__(self, wire: ResponseBody, requests: Sequence[Request], answer_id: str) -> None:
+    def __init__(self, wire: AnswersBody, requests: Sequence[Request], answer_id: str) -> None:
         self._id = answer_id
         self._usage = TokenUsage(requests)
         self._text = ""
@@ -60,11 +60,14 @@ class ResponseAnswer:
         text, usage = output.text, self._usage.fields()
         return {"id": self._id, "status": status, "output_text": text, "usage": usage}
 
-    def events(self) -> ResponseAnswer:
+    def events(self) -> AnswersAnswer:
         return self
 
     def opening(self) -> Iterator[bytes]:
         yield event(dump({"id": self._id}), "response.created")
+
+    def waiting(self) -> bytes:
+        return NOTHING_YET
 
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         self._usage.count(index, delta)
@@ -79,17 +82,17 @@ class ResponseAnswer:
         return event(error, "error")
 
 
-class ResponsesApi:
-    """Responses, as far as this test goes."""
+class AnswersApi:
+    """Answers, as far as this test goes."""
 
-    path = "/v1/responses"
-    body = ResponseBody
-    id_prefix = "resp"
+    path = "/v1/answers"
+    body = AnswersBody
+    id_prefix = "ans-"
     refuses = ()
     has_sessions = False
 
     def make_requests(
-        self, engine: AsyncLLM, wire: ResponseBody, answer_id: str
+        self, engine: AsyncLLM, wire: AnswersBody, answer_id: str
     ) -> Steps[list[Request]]:
         with in_callers_names({"max_tokens": "max_output_tokens", "prompt": "input"}):
             sampling = SamplingParams(temperature=0, max_tokens=wire.max_output_tokens)
@@ -99,15 +102,15 @@ class ResponsesApi:
     def make_answer(
         self,
         engine: AsyncLLM,
-        wire: ResponseBody,
+        wire: AnswersBody,
         requests: Sequence[Request],
         answer_id: str,
         on_message: OnMessage | None = None,
-    ) -> ResponseAnswer:
-        return ResponseAnswer(wire, requests, answer_id)
+    ) -> AnswersAnswer:
+        return AnswersAnswer(wire, requests, answer_id)
 
 
-ROWS = (*GENERATING, ResponsesApi())
+ROWS = (*GENERATING, AnswersApi())
 
 
 def typed_events(reply: Reply) -> list[tuple[str, Any]]:
@@ -121,7 +124,7 @@ def typed_events(reply: Reply) -> list[tuple[str, Any]]:
 
 def test_an_endpoint_is_one_class_and_one_row() -> None:
     async def use(app: App) -> None:
-        path, body = ResponsesApi.path, {"input": "Hello", "max_output_tokens": 5}
+        path, body = AnswersApi.path, {"input": "Hello", "max_output_tokens": 5}
         whole = await app.post(path, body)
         said = whole.json()
         assert (whole.status, said["status"]) == (200, "incomplete")
@@ -152,13 +155,13 @@ def test_an_endpoint_is_one_class_and_one_row() -> None:
         assert (trace["path"], trace["outcome"]) == (path, "length")
         page = (await app.get("/openapi.json")).json()
         operation = page["paths"][path]["post"]
-        assert operation["summary"] == "Responses, as far as this test goes."
+        assert operation["summary"] == "Answers, as far as this test goes."
         assert {"200", "404", "422", "429", "499", "503", "504"} <= operation["responses"].keys()
         assert path in (await app.get("/")).body.decode()
         assert path in app.app.state.generating_paths
 
     async def without(app: App) -> None:
-        assert (await app.post(ResponsesApi.path, {"input": "Hello"})).status == 404
+        assert (await app.post(AnswersApi.path, {"input": "Hello"})).status == 404
 
     with_app(make_hash_llm(), use, generating=ROWS)
     with_app(make_hash_llm(), without)

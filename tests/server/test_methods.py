@@ -18,7 +18,16 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.doubles import make_hash_llm
 from tests.support.raw_http import connect, read_all
-from tests.support.serving import JSON, App, Reply, chat_body, completion_body, live, with_app
+from tests.support.serving import (
+    JSON,
+    App,
+    Reply,
+    chat_body,
+    code_at,
+    completion_body,
+    live,
+    with_app,
+)
 
 SESSIONS = "sqlite://"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "PROPFIND")
@@ -36,6 +45,10 @@ BODIES: dict[str, Any] = {
     "/v1/completions": completion_body(max_tokens=1),
     "/v1/chat/completions": chat_body(max_tokens=1),
     "/v1/chat/completions/render": chat_body(),
+    "/v1/responses": {"input": "a", "max_output_tokens": 1},
+    "/v1/responses/input_tokens": {"input": "a"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
     "/v1/sessions/{id}": {"title": "x"},
@@ -74,7 +87,7 @@ def test_methods(path: str, tmp_path: Path) -> None:
             if method != "HEAD" or "GET" not in KNOWN[path]:
                 assert reply.status == 405, method
                 assert set(reply.headers["allow"].split(", ")) == KNOWN[path]
-                assert reply.error()["code"] == "method_not_allowed"
+                assert reply.error()["code"] == code_at(path, "method_not_allowed")
         if "GET" in KNOWN[path]:
             assert "HEAD" in KNOWN[path]
             head, get = await send(app, "HEAD", at), await send(app, "GET", at)
@@ -105,7 +118,8 @@ def test_content_types(method: str, path: str, route: Route, tmp_path: Path) -> 
         for kind in ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
             if takes_body:
                 refused = await app.send(method, at, b"{}", {"content-type": kind} if kind else {})
-                assert (refused.status, refused.error()["code"]) == (415, "unsupported_media_type")
+                code = code_at(path, "unsupported_media_type")
+                assert (refused.status, refused.error()["code"]) == (415, code)
         if takes_body:
             for wrong in (
                 {"content-type": "application/json; charset=latin-1"},
@@ -113,7 +127,8 @@ def test_content_types(method: str, path: str, route: Route, tmp_path: Path) -> 
             ):
                 assert (await app.send(method, at, b"{}", wrong)).status == 415
             right = {"content-type": "Application/JSON; charset=UTF-8"}
-            assert (await app.send(method, at, b"[]", right)).error()["code"] == "invalid_type"
+            wrong_type = (await app.send(method, at, b"[]", right)).error()
+            assert wrong_type["code"] == code_at(path, "invalid_type")
 
     with_app(make_hash_llm(), use, sessions=f"sqlite:///{tmp_path}/s.db")
 

@@ -177,17 +177,19 @@ def test_an_engine_that_makes_no_progress_is_not_live(
 
 
 @pytest.mark.parametrize("keep_alive_s", [0.0, 0.05])
-def test_comments_only_where_nothing_happens(keep_alive_s: float) -> None:
+def test_a_silent_stream_says_so_in_a_chunk(keep_alive_s: float) -> None:
     async def use(app: App) -> None:
         body = chat_body(stream=True, max_tokens=60, ignore_eos=True)
-        assert b": nothing" not in (await app.post(CHAT, body)).body
+        assert (
+            b'"delta":{},"logprobs":null,"finish_reason":null'
+            not in (await app.post(CHAT, body)).body
+        )
         runner: Any = core_of(app.engine).runner
         runner.step_s = 0.2
         reply = await app.post(CHAT, chat_body(stream=True, max_tokens=2))
-        comments = [write for write in reply.writes if write == b": nothing yet\n\n"]
-        assert bool(comments) is bool(keep_alive_s)
-        rest = [write for write in reply.writes if write not in comments]
-        assert all(write.startswith(b"data: ") for write in rest)
+        *chunks, _ = reply.events()
+        empty = [chunk for chunk in chunks if chunk["choices"][0]["delta"] == {}]
+        assert bool(empty) is bool(keep_alive_s)
 
     with_app(make_hash_llm(step_s=0.002), use, keep_alive_s=keep_alive_s)
 

@@ -147,7 +147,7 @@ def test_a_timeout(path: str) -> None:
     with_app(make_hash_llm(step_s=0.005), use)
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/moderations"])
 def test_what_is_not_there(path: str) -> None:
     reply = ask(make_hash_llm(), path, {"input": "x"})
     check_refused(reply, 404, None, "not_found", f"has no {path[4:]}: it completes texts and chats")

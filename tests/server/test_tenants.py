@@ -29,7 +29,15 @@ from infer.types.server_limits import ServerLimits
 from tests.support.doubles import held_runner, make_hash_llm
 from tests.support.engines import ENGINES
 from tests.support.server_process import Findings
-from tests.support.serving import COMPLETIONS, App, Reply, all_open, completion_body, with_app
+from tests.support.serving import (
+    COMPLETIONS,
+    App,
+    Reply,
+    all_open,
+    code_at,
+    completion_body,
+    with_app,
+)
 from tests.support.tenants import (
     cached,
     make,
@@ -60,7 +68,7 @@ def test_every_route_needs_a_key(file: Path, make_engine: Callable[..., AsyncLLM
                     assert (reply.status == 401) is (path not in OPEN_PATHS), path
                     if reply.status == 401 and method != "HEAD":
                         error, sent = reply.error(), "host" not in headers and bool(headers)
-                        assert error["code"] == "invalid_api_key"
+                        assert error["code"] == code_at(path, "invalid_api_key")
                         # LiteLLM recognises this text and takes any other for a bad request.
                         known = "Incorrect API key provided"
                         assert error["message"].startswith(known) is sent

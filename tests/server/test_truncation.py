@@ -296,11 +296,11 @@ def test_a_chat_that_fits_is_answered_as_ever() -> None:
 @pytest.mark.parametrize(
     ("messages", "more", "words"),
     [
-        ([user("x" * 600)], {}, "tokens leave none for output"),
+        ([user("x" * 600)], {}, "tokens > 511 maximum"),
         ([*long_chat(3), user("x" * 600)], {}, "7 messages were left out"),
         ([{"role": "system", "content": "x" * 600}, *long_chat(3)], {}, "6 messages were left out"),
-        (long_chat(20), {"max_tokens": 512}, "leave none for output"),
-        (long_chat(20), {"max_tokens": 10**6}, "leave none for output"),
+        (long_chat(20), {"max_tokens": 512}, "tokens > 511 maximum"),
+        (long_chat(20), {"max_tokens": 10**6}, "tokens > 511 maximum"),
     ],
 )  # fmt: skip
 def test_what_must_stay_may_be_too_long(messages: Any, more: Any, words: str) -> None:

@@ -115,7 +115,6 @@ def test_the_404_of_a_wrong_base_url_names_the_right_one(path: str) -> None:
         ("/v1/model", "/v1/models"),
         ("/v1/embeddings", "no embeddings"),
         ("/embeddings", "no embeddings"),
-        ("/v1/messages", "Anthropic"),
         ("/api/show", "/v1/chat/completions"),
         ("/qqqq", "/v1/chat/completions"),
         ("/" + "v1/" * 5000 + "models", "/v1/chat/completions"),

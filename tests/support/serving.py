@@ -51,6 +51,11 @@ def chat_body(**changes: Any) -> dict[str, Any]:
     return {"model": "hash-model", "messages": messages, "max_tokens": 8, "seed": 1, **changes}
 
 
+def code_at(path: str, code: str | None) -> str | None:
+    """The code that an error has at this path: errors of Anthropic's form have none."""
+    return None if path.startswith("/v1/messages") else code
+
+
 BODIES = {COMPLETIONS: completion_body, CHAT: chat_body}
 
 
@@ -70,8 +75,14 @@ class Reply:
         return json.loads(self.body)
 
     def error(self) -> dict[str, Any]:
-        """The error object, after a check of the body's exact shape."""
+        """The error object, after a check of the body's exact shape. Of Anthropic's, `param` and
+        `code` are None."""
         assert self.headers["content-type"] == "application/json"
+        if self.json().get("type") == "error":
+            assert set(self.json()) == {"type", "error", "request_id"}
+            assert set(self.json()["error"]) == {"message", "type"}
+            assert self.json()["request_id"] == self.headers["x-request-id"]
+            return {**self.json()["error"], "param": None, "code": None}
         (key, error), *rest = self.json().items()
         assert (key, rest) == ("error", [])
         assert set(error) == {"message", "type", "param", "code"}

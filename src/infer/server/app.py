@@ -25,6 +25,8 @@ from starlette.routing import BaseRoute, Route
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import EngineDeadError, UnprocessableError
+from infer.server.anthropic.messages_answer import MessagesApi
+from infer.server.anthropic.messages_body import CountTokensBody
 from infer.server.body_reader import BodyReader
 from infer.server.comparisons import Comparisons
 from infer.server.engine_endpoints import EngineEndpoints
@@ -35,6 +37,7 @@ from infer.server.http.context import RequestContext
 from infer.server.http.cross_origin import AllowedOrigins
 from infer.server.http.error_responses import HttpError, RequestBoundary, error_handlers, pass_on
 from infer.server.http.hosts import HostGuard
+from infer.server.model_card import model_card, model_list
 from infer.server.observe.logs import log_batch, log_request
 from infer.server.observe.metrics import CONTENT_TYPE, Metrics, text_of
 from infer.server.observe.request_trace import RequestTraces
@@ -45,6 +48,7 @@ from infer.server.openai.completions import CompletionsApi
 from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.large_json import json_response, render
 from infer.server.openai.openapi import document, each, takes
+from infer.server.openai.responses import InputTokensBody, ResponsesApi
 from infer.server.openai.schema import Body, DetokenizeBody, TokenizeBody, TokenizeChatBody
 from infer.server.openai.typed_completions import TypedCompletionsApi
 from infer.server.request_endpoints import cancelled, listed, shown
@@ -61,7 +65,12 @@ from infer.text.untrusted.workers import Steps
 
 W = TypeVar("W", bound=Body)
 
-GENERATING: tuple[GeneratingApi[Any], ...] = (CompletionsApi(), ChatApi())
+GENERATING: tuple[GeneratingApi[Any], ...] = (
+    CompletionsApi(),
+    ChatApi(),
+    ResponsesApi(),
+    MessagesApi(),
+)
 """the endpoints that generate"""
 _BYTES_AN_ID = 8
 """size of a token id in an answer, about"""
@@ -181,6 +190,18 @@ class Endpoints:
             return await self._ask_tokenizer(http, body, TokenizeBody, self._tokenized)
         return await self._ask_tokenizer(http, body, TokenizeChatBody, self._tokenized_chat)
 
+    @takes(InputTokensBody)
+    async def input_tokens(self, http: HttpRequest) -> Response:
+        """How many tokens the input of a response has."""
+        body = await self._bodies.read_object(http)
+        return await self._ask_tokenizer(http, body, InputTokensBody, self._counted_input)
+
+    @takes(CountTokensBody)
+    async def count_tokens(self, http: HttpRequest) -> Response:
+        """How many tokens the prompt of a message has."""
+        body = await self._bodies.read_object(http)
+        return await self._ask_tokenizer(http, body, CountTokensBody, self._counted)
+
     @takes(DetokenizeBody)
     async def detokenize(self, http: HttpRequest) -> Response:
         """Token ids to text."""
@@ -214,6 +235,14 @@ class Endpoints:
         size = self._engine.max_seq_len
         fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
         return fields | wire.dropped.usage
+
+    def _counted(self, wire: CountTokensBody | InputTokensBody) -> Steps[dict[str, Any]]:
+        _, ids = yield from rendered_chat(self._engine, wire.chat)
+        return {"input_tokens": len(ids)}
+
+    def _counted_input(self, wire: InputTokensBody) -> Steps[dict[str, Any]]:
+        counted = yield from self._counted(wire)
+        return {"object": "response.input_tokens", **counted}
 
     def _tokenized(self, wire: TokenizeBody) -> Steps[dict[str, Any]]:
         yield from ()
@@ -259,7 +288,7 @@ class Endpoints:
 
     async def models(self, _: HttpRequest) -> Response:
         """The model, in a list."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse(model_list([self._model()]))
 
     async def model(self, http: HttpRequest) -> Response:
         """The model of this name."""
@@ -269,14 +298,11 @@ class Endpoints:
         return JSONResponse(self._model())
 
     def _model(self) -> dict[str, Any]:
-        return {
-            "id": self._engine.model_name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "infer",
-            "max_model_len": self._engine.max_seq_len,
-            "sampling_defaults": self._engine.sampling_defaults.as_dict(),
-        }
+        engine = self._engine
+        defaults = engine.sampling_defaults.as_dict()
+        return model_card(
+            engine.model_name, self._started, engine.max_seq_len, sampling_defaults=defaults
+        )
 
     async def health(self, _: HttpRequest) -> Response:
         """200 while requests are taken and move on, else 503."""
@@ -333,6 +359,8 @@ class Endpoints:
         """The routes of all endpoints but those that generate."""
         return [
             Route("/v1/chat/completions/render", self.render, methods=["POST"]),
+            Route("/v1/responses/input_tokens", self.input_tokens, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count_tokens, methods=["POST"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),

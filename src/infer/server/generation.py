@@ -96,7 +96,7 @@ class GenerationCall(Generic[B]):
         self._http = http
         self._context = RequestContext.of(http.scope)
         self._tenant = tenant_of(http.scope)
-        self._answer_id = f"{api.id_prefix}-{self._context.id}"
+        self._answer_id = f"{api.id_prefix}{self._context.id}"
         self._turn: SessionTurn | None = None
         """the turn of a session that this is, once the body is read"""
 

@@ -35,6 +35,7 @@ from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, error_handlers
+from infer.server.model_card import model_card, model_list
 from infer.server.observe.metrics import CONTENT_TYPE, text_of
 from infer.server.observe.request_trace import RequestTraces
 from infer.server.offload import PARSED, Offload
@@ -393,24 +394,21 @@ class ModelRouter:
         return JSONResponse({"models": stats})
 
     async def _list(self, _: Request) -> Response:
-        data = [self._shown(model) for model in self._models.values()]
-        return JSONResponse({"object": "list", "data": data})
+        return JSONResponse(model_list([*map(self._shown, self._models.values())]))
 
     async def _one(self, request: Request) -> Response:
         return JSONResponse(self._shown(self._find(request.path_params["name"])))
 
     def _shown(self, model: _Model) -> dict[str, Any]:
         engine = model.engine
-        return {
-            "id": model.name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "infer",
-            "max_model_len": None if engine is None else engine.max_seq_len,
-            "sampling_defaults": None if engine is None else engine.sampling_defaults.as_dict(),
-            "status": model.status,
-            "reason": model.reason or None,
-        }
+        return model_card(
+            model.name,
+            self._created,
+            None if engine is None else engine.max_seq_len,
+            sampling_defaults=None if engine is None else engine.sampling_defaults.as_dict(),
+            status=model.status,
+            reason=model.reason or None,
+        )
 
     async def _health(self, _: Request) -> Response:
         engines = self.engines()

@@ -15,6 +15,7 @@ from starlette.types import Scope
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import OverloadedError
 from infer.server.http.context import RequestContext
+from infer.server.http.error_forms import anthropic_response, is_anthropic
 from infer.server.http.error_responses import describe
 from infer.server.http.paths import canonical_path
 
@@ -51,6 +52,8 @@ class TurnAway:
             return None
         context = RequestContext.of(scope)
         response = describe(error, self._overload_status)
+        if is_anthropic(canonical_path(scope["path"])):
+            response = anthropic_response(response, context.shown_id)
         context.status, context.model = response.status_code, self._engine.model_name
         response.raw_headers += context.standard_headers
         for listener in self._on_end:

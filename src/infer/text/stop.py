@@ -36,6 +36,8 @@ class StopMatcher:
         self._longest = max(map(len, self._beginnings), default=0)
         self._open = ""
         self._reached = False
+        self.found: str | None = None
+        """The stop string that has ended the text."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take the next piece; returns (text that is certain now, whether a stop string was found).
@@ -57,6 +59,7 @@ class StopMatcher:
         if matches:
             end, start = min(matches)
             self._reached, self._open = True, ""
+            self.found = seen[start:end]
             return seen[shown : end if self._include_stop else start], True
         start = max(0, len(seen) - self._longest)
         while seen[start:] not in self._beginnings:

@@ -29,6 +29,8 @@ class TextDelta(NamedTuple):
     """in the first piece, if asked for"""
     num_predicted: tuple[int, int] = (0, 0)
     """tokens of the request's prediction so far: accepted, and proposed in vain"""
+    stop_string: str | None = None
+    """the stop string that has ended the text, in the last piece"""
 
     def merge(self, later: TextDelta) -> TextDelta:
         """This piece and the one after it as one piece."""
@@ -41,6 +43,7 @@ class TextDelta(NamedTuple):
             error=later.error,
             prompt_logprobs=self.prompt_logprobs,
             num_predicted=max(self.num_predicted, later.num_predicted),
+            stop_string=later.stop_string,
         )
 
 
@@ -60,3 +63,5 @@ class RequestOutput:
     """of the prompt's tokens from the second one on, if asked for"""
     num_predicted: tuple[int, int] = (0, 0)
     """tokens of the request's prediction: accepted, and proposed in vain"""
+    stop_string: str | None = None
+    """the stop string that has ended the text"""

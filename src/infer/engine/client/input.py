@@ -235,7 +235,8 @@ class InputProcessor:
         """Number of tokens that fit after the prompt, at least 1; raises `RequestError` if none."""
         limit = self.limits.max_seq_len
         if num_prompt >= limit:
-            found = f"the prompt is too long: {num_prompt} tokens leave none for output"
+            # The second half is what Anthropic's clients read, to know how much to leave out.
+            found = f"the prompt is too long: {num_prompt} tokens > {limit - 1} maximum"
             raise too_long(limit, found, param="prompt")
         return limit - num_prompt
 

@@ -65,6 +65,7 @@ class OutputProcessor:
             output.error,
             output.prompt_logprobs,
             output.num_predicted,
+            self._stop.found,
         )
 
     def take_abort(self) -> bool:
@@ -103,4 +104,5 @@ def collected(request: Request, pieces: Sequence[TextDelta]) -> RequestOutput:
         num_cached=last.num_cached,
         prompt_logprobs=pieces[0].prompt_logprobs,
         num_predicted=max(piece.num_predicted for piece in pieces),
+        stop_string=last.stop_string,
     )

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.errors import EngineError, InferError, OverloadedError, RequestError
 from infer.server.http.connections import note_refusal
 from infer.server.http.context import RequestContext
+from infer.server.http.error_forms import is_anthropic, reformed
 from infer.server.http.paths import canonical_path, nearest_path
 
 log = logging.getLogger("infer.server")
@@ -38,8 +39,6 @@ its place where unknown fields are refused"""
 _UNEXPECTED = "the server failed to process this request"
 _ABSENT = {
     "/embeddings": "embeddings",
-    "/responses": "responses",
-    "/v1/messages": "API of Anthropic's form",
     "/images/generations": "images",
     "/audio/speech": "speech",
     "/audio/transcriptions": "transcriptions",
@@ -227,6 +226,20 @@ class RequestBoundary:
         context = RequestContext.of(scope, self._id_prefix)
         context.model = self._model
 
+        held: list[Message] = []
+
+        async def send_in_form(message: Message) -> None:
+            """Hold the start of an error back until its body is there, if both change."""
+            is_error = message["type"] == "http.response.start" and message["status"] >= 400
+            if is_error and is_anthropic(scope["path"]):
+                held.append(message)
+                return
+            messages = [message]
+            if held:
+                messages = [*reformed(held.pop(), message, context.shown_id)]
+            for each in messages:
+                await send_with_id(each)
+
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
@@ -245,17 +258,17 @@ class RequestBoundary:
         try:
             with context.cleanup:
                 _check_head(scope)
-                await self._app(scope, receive, send_with_id)
+                await self._app(scope, receive, send_in_form)
         except HttpError as error:  # bad headers: the start of the next request is not known
             response = describe(error)
             response.headers["connection"] = "close"
-            await response(scope, receive, send_with_id)
+            await response(scope, receive, send_in_form)
         except ClientGone:
             log.debug("request %s: the client has left", context.id)
         except Exception as error:
             log.exception("request %s failed", context.id)
             if not context.status:
-                await describe(error)(scope, receive, send_with_id)
+                await describe(error)(scope, receive, send_in_form)
         finally:
             context.on_revoked = None  # it holds the trace, and the trace holds the context
             for listener in self._on_end:

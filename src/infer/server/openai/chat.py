@@ -275,7 +275,7 @@ def _tool_format(engine: AsyncLLM, wire: ChatBody) -> ToolFormat | None:
     return answer_parser.forced_format(use.format) if wire.forced_tools else use.format
 
 
-def _tool_warning(engine: AsyncLLM, wire: ChatBody) -> str | None:
+def tool_warning(engine: AsyncLLM, wire: ChatBody) -> str | None:
     """What the client should know about its tools and schemas; None: nothing."""
     use, warnings = engine.tokenizer.tool_use, list[str | None]()
     if use and wire.shown_tools and not wire.forced_tools:
@@ -329,6 +329,33 @@ def _chat_sampling(engine: AsyncLLM, wire: ChatBody) -> Iterator[SamplingParams]
 # ---- the answer
 
 
+class ChatReader:
+    """Reads the answers to a chat: counts their tokens, and divides each text into its parts."""
+
+    def __init__(self, engine: AsyncLLM, wire: ChatBody, requests: Sequence[Request]) -> None:
+        """`requests`: one for each choice."""
+        template, tokenizer = engine.tokenizer.tool_template, engine.tokenizer
+        source = template.source if template else ""
+        prompt_end = _prompt_end(engine, requests[0].prompt_token_ids)
+        thoughts: list[ThoughtTokens] = []
+        if marks := thoughts_in(source):
+            inside = prompt_end.rstrip().endswith(marks.opening)
+            thoughts = [ThoughtTokens(tokenizer, marks, inside=inside) for _ in requests]
+        self.usage = TokenUsage(requests, wire.n, thoughts, more=wire.dropped.usage)
+        names = [tool["function"]["name"] for tool in wire.forced_tools or wire.shown_tools]
+        tools, forced = _tool_format(engine, wire), bool(wire.forced_tools)
+        self._parsers = [
+            answer_parser.parser_for(
+                source, tools, prompt_end=prompt_end, names=names, forced=forced
+            )
+            for _ in requests
+        ]
+
+    def push(self, index: int, text: str, *, end: bool) -> answer_parser.Parts:
+        """What a further piece of choice `index` adds; `end`: the last one."""
+        return self._parsers[index].push(text, end=end)
+
+
 class ChatAnswer:
     """`AnswerFormat` and `StreamFormat` of chats. What is said about the prompt stands beside the
     choices."""
@@ -344,30 +371,16 @@ class ChatAnswer:
         on_message: OnMessage | None = None,
     ) -> None:
         """`on_message` receives what is new in the message, whole or in pieces."""
-        prompt = requests[0].prompt_token_ids
-        template, prompt_end = engine.tokenizer.tool_template, _prompt_end(engine, prompt)
-        source = template.source if template else ""
         self._wire = wire
-        self._prompt = prompt
+        self._prompt = requests[0].prompt_token_ids
         self._on_message = on_message
-        self.warning = _tool_warning(engine, wire)
+        self.warning = tool_warning(engine, wire)
         kind = "chat.completion.chunk" if wire.stream else "chat.completion"
         self._head = head_of(kind, engine.model_name, answer_id)
-        thoughts: list[ThoughtTokens] = []
-        if marks := thoughts_in(source):
-            inside = prompt_end.rstrip().endswith(marks.opening)
-            thoughts = [ThoughtTokens(engine.tokenizer, marks, inside=inside) for _ in requests]
-        self._usage = TokenUsage(requests, wire.n, thoughts, more=wire.dropped.usage)
+        self._reader = ChatReader(engine, wire, requests)
+        self._usage = self._reader.usage
         self._details = TokenDetails(engine.tokenizer, wire, requests)
         self._chunks = ChunkWriter(self._head, wire.stream_options, self._usage)
-        names = [tool["function"]["name"] for tool in wire.forced_tools or wire.shown_tools]
-        tools, forced = _tool_format(engine, wire), bool(wire.forced_tools)
-        self._parsers = [
-            answer_parser.parser_for(
-                source, tools, prompt_end=prompt_end, names=names, forced=forced
-            )
-            for _ in requests
-        ]
         self._num_calls = [0] * len(requests)
         self._call_id = f"call_{answer_id.rpartition('-')[2]}"
 
@@ -418,10 +431,13 @@ class ChatAnswer:
         return self
 
     def opening(self) -> Iterator[bytes]:
-        for index in range(len(self._parsers)):
+        for index in range(len(self._num_calls)):
             beside = {} if index else self._prompt_ids()
             role = '"delta":{"role":"assistant","content":""}'
             yield self._chunks.chunk(index, role, beside=beside)
+
+    def waiting(self) -> bytes:
+        return self._chunks.chunk(0, '"delta":{}')
 
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         self._usage.count(index, delta)
@@ -449,7 +465,7 @@ class ChatAnswer:
 
     def _parsed(self, index: int, text: str, *, end: bool) -> dict[str, Any]:
         """What is new in a choice, as members of its message."""
-        reasoning, content, calls, more = self._parsers[index].push(text, end=end)
+        reasoning, content, calls, more = self._reader.push(index, text, end=end)
         new: dict[str, Any] = {}
         if reasoning and self._wire.include_reasoning:
             new["reasoning_content"] = reasoning
@@ -502,7 +518,7 @@ class ChatApi:
 
     path = "/v1/chat/completions"
     body = ChatBody
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     refuses = (404, 409)
     has_sessions = True
 

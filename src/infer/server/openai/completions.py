@@ -203,6 +203,9 @@ class CompletionAnswer:
     def opening(self) -> Iterator[bytes]:
         yield from ()
 
+    def waiting(self) -> bytes:
+        return self._chunks.chunk(0, '"text":""')
+
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         self._usage.count(index, delta)
         logprobs, extra, ended = "null", "", delta.finish_reason
@@ -261,7 +264,7 @@ class CompletionsApi:
 
     path = "/v1/completions"
     body = CompletionBody
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     refuses = ()
     has_sessions = False
 

@@ -8,6 +8,10 @@ dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 """one line of ASCII JSON"""
 
 
+NOTHING_YET = b": nothing yet\n\n"
+"""a comment, for streams whose clients know no event that says so"""
+
+
 def event(line: str, name: str | None = None) -> bytes:
     """Exactly `data: `, a line of ASCII and an empty line; before it a typed event's name.
 

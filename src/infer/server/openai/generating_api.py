@@ -32,6 +32,9 @@ class StreamFormat(Protocol):
     def opening(self) -> Iterator[bytes]:
         """Events before the first token."""
 
+    def waiting(self) -> bytes:
+        """What says that there is nothing new yet, in the way that the API's clients count."""
+
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         """Events of what is new in choice `index`."""
 
@@ -79,7 +82,7 @@ class GeneratingApi(Protocol[B]):
 
     @property
     def id_prefix(self) -> str:
-        """Beginning of the answers' ids, before a hyphen."""
+        """Beginning of the answers' ids, with what separates it from the rest."""
 
     @property
     def refuses(self) -> Sequence[int]:

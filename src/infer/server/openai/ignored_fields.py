@@ -63,6 +63,14 @@ HINTS = frozenset(
      "service_tier", "spaces_between_special_tokens", "store", "thinking", "verbosity")
 )  # fmt: skip
 """those of the fields above that may be left out whatever their value is"""
+_TYPES: Mapping[type, tuple[str, str]] = {
+    str: ("a string", "string"),
+    bool: ("true or false", "boolean"),
+    int: ("a number", "integer"),
+    dict: ("an object", "object"),
+    list: ("a list", "array"),
+}
+"""names of types in an error message and in JSON Schema"""
 MAX_NOTED = 32
 """maximum number of ignored names that an answer tells"""
 
@@ -88,13 +96,13 @@ def _fits(value: Any, accepted: Any) -> bool:
 
 def shown(accepted: tuple[Any, ...]) -> str:
     """The accepted values as text, for an error message."""
-    types = {str: "a string", bool: "true or false", dict: "an object", list: "a list"}
-    words = [types[one] if isinstance(one, type) else json.dumps(one) for one in accepted]
+    words = [_TYPES[one][0] if isinstance(one, type) else json.dumps(one) for one in accepted]
     return " or ".join(words) or "null"
 
 
 def schema(accepted: tuple[Any, ...]) -> dict[str, Any]:
     """The accepted values as JSON Schema, for the OpenAPI document."""
-    types = {str: "string", bool: "boolean", dict: "object", list: "array"}
-    kinds = [{"type": types[one]} if isinstance(one, type) else {"const": one} for one in accepted]
+    kinds = [
+        {"type": _TYPES[one][1]} if isinstance(one, type) else {"const": one} for one in accepted
+    ]
     return {"anyOf": [*kinds, {"type": "null"}]}

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
+from infer.server.http.error_forms import OVERLOADED, is_anthropic
 from infer.server.openai.schema import SampledBody
 from infer.server.openai.schema_base import Wire
 from infer.server.tenancy.limits import OPEN_PATHS, costs
@@ -35,6 +36,21 @@ _TYPES = {"message": "string", "type": "string", "param": ["string", "null"]}
 _MEMBERS = {name: {"type": kind} for name, kind in {**_TYPES, "code": _TYPES["param"]}.items()}
 _ERROR = {"type": "object", "properties": _MEMBERS, "required": [*_MEMBERS]}
 _ERRORS = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
+_ANTHROPIC_ERRORS = {
+    "type": "object",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "required": ["type", "message"],
+        },
+        "request_id": {"type": ["string", "null"]},
+    },
+    "required": ["type", "error"],
+}
+_PHRASES = {499: "Cancelled", OVERLOADED: "Overloaded"}
+"""phrases of statuses that have none of their own"""
 
 
 def takes(
@@ -79,7 +95,8 @@ def document(
         statuses = ANY_REQUEST | {*refuses} | (ANY_BODY if bodies else set())
         statuses |= {429} if not is_open and costs(method, route.path) else set()
         statuses |= ({404} if route.param_convertors else set()) | (set() if is_open else {401})
-        responses = {str(status): _response(status, (JSON,)) for status in sorted(statuses)}
+        error = "AnthropicError" if is_anthropic(route.path) else "Error"
+        responses = {str(status): _response(status, (JSON,), error) for status in sorted(statuses)}
         operation = {
             "summary": summary,
             "parameters": [
@@ -94,6 +111,24 @@ def document(
             schema = {"anyOf": [{"$ref": REF.format(model=body.__name__)} for body in bodies]}
             operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
         paths.setdefault(route.path_format, {})[method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "infer", "version": VERSION},
+        "paths": paths,
+        "components": {
+            "schemas": _schemas(models, refuses_unknown, defaults),
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def _schemas(
+    models: Iterable[type[Wire]], refuses_unknown: bool, defaults: SamplingDefaults
+) -> dict[str, Any]:
+    """The schemas of bodies and errors, by name."""
     named = models_json_schema([(model, "validation") for model in models], ref_template=REF)[1]
     for model in models:
         if issubclass(model, SampledBody):
@@ -102,18 +137,7 @@ def document(
         strict = {model.__name__ for model in models if model.is_strict}
         for name in named["$defs"].keys() - strict:
             named["$defs"][name].pop("additionalProperties", None)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "infer", "version": VERSION},
-        "paths": paths,
-        "components": {
-            "schemas": {**named["$defs"], "Error": _ERRORS},
-            "securitySchemes": {
-                "key": {"type": "http", "scheme": "bearer"},
-                "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-            },
-        },
-    }
+    return {**named["$defs"], "Error": _ERRORS, "AnthropicError": _ANTHROPIC_ERRORS}
 
 
 def _set_defaults(fields: dict[str, Any], defaults: SamplingDefaults) -> None:
@@ -125,8 +149,8 @@ def _set_defaults(fields: dict[str, Any], defaults: SamplingDefaults) -> None:
         fields[name] |= {"default": value, "description": words}
 
 
-def _response(status: int, kinds: Iterable[str]) -> dict[str, Any]:
-    schema = {"type": "object"} if status == 200 else {"$ref": REF.format(model="Error")}
+def _response(status: int, kinds: Iterable[str], error: str = "Error") -> dict[str, Any]:
+    schema = {"type": "object"} if status == 200 else {"$ref": REF.format(model=error)}
     content = {kind: {"schema": schema} if kind == JSON else {} for kind in kinds}
-    phrase = "Cancelled" if status == 499 else HTTPStatus(status).phrase
+    phrase = _PHRASES.get(status) or HTTPStatus(status).phrase
     return {"description": phrase, "content": content}

@@ -562,13 +562,15 @@ class Conversation(Body):
         arguments = {**effort, **self.chat_template_kwargs, "add_generation_prompt": begin}
         if self.continue_final_message:
             arguments["continue_final_message"] = True
-        if self.shown_tools:
-            arguments["tools"] = self.shown_tools
+        if tools := [tool for tool in self.shown_tools if not tool.get("defer_loading")]:
+            arguments["tools"] = tools
         return arguments
 
     @property
     def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model may call."""
+        """The tools that the model may call. It learns of one with `defer_loading` where a message
+        mentions it, so that a tool which is loaded later leaves the beginning of the prompt as it
+        was."""
         if self.tool_choice == "none":
             return []
         functions = [tool for _, tool in self.functions]

@@ -125,7 +125,7 @@ class EventStream(Response):
             wait_s = self._written_s + self._keep_alive_s - loop.time()
             if wait_s <= 0:
                 async with self._writing:
-                    await self._write(send, [b": nothing yet\n\n"])
+                    await self._write(send, [self._events.waiting()])
                 wait_s = self._keep_alive_s
 
     async def _write(self, send: Send, events: Iterable[bytes]) -> None:

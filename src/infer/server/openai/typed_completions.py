@@ -15,7 +15,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import RequestError, UnprocessableError
 from infer.server.openai.answer_parts import TokenUsage
 from infer.server.openai.completions import as_ids
-from infer.server.openai.events import dump, event
+from infer.server.openai.events import NOTHING_YET, dump, event
 from infer.server.openai.generating_api import OnMessage, Part
 from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.schema import RANGES, Limit, SampledBody, limit
@@ -79,6 +79,9 @@ class TypedCompletion:
     def opening(self) -> Iterator[bytes]:
         return self._events.opening()
 
+    def waiting(self) -> bytes:
+        return NOTHING_YET
+
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         return self._events.piece(index, delta)
 
@@ -95,7 +98,7 @@ class TypedCompletionsApi:
 
     path = "/v1/completions"
     body = TypedCompletionBody
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     refuses = ()
     has_sessions = False
 

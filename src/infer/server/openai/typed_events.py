@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from infer.server.openai.answer_parts import TokenUsage
-from infer.server.openai.events import dump, event
+from infer.server.openai.events import NOTHING_YET, dump, event
 from infer.server.openai.generating_api import OnMessage, Part
 from infer.types import FinishReason, TextDelta
 
@@ -34,6 +34,9 @@ class TypedEvents:
 
     def size_of(self, part: Part) -> int:
         return EVENT_BYTES * len(part.token_ids)
+
+    def waiting(self) -> bytes:
+        return NOTHING_YET
 
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         self._usage.count(index, delta)

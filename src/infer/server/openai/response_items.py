@@ -1,0 +1,221 @@
+"""`ItemReader`: the items of a response's input as the messages of a chat
+
+A response's history is a list of items: messages, thoughts, calls, results. What an assistant has
+answered in one go comes back as several items, and becomes one message again, so that its prompt is
+what it was. Items and tools of kinds that only OpenAI can serve are left out and named, because a
+history is sent again with every turn: a refusal would end the conversation for good.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from infer.errors import RequestError
+from infer.server.http.json_body import MAX_NAME_CHARS
+from infer.server.openai.ignored_fields import note
+from infer.server.openai.schema import Object
+
+JOIN = "__"
+"""between the name of a namespace and that of a function in it, as the model sees them"""
+IMAGE = "[image: this model reads text only]"
+FILE = "[file: this server reads text only]"
+_REPLACED = {"input_image": IMAGE, "image_url": IMAGE, "input_file": FILE, "input_audio": FILE}
+"""kinds of content parts that are no text → the text in their place"""
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text",
+          "reasoning_text": "text", "refusal": "refusal"}  # fmt: skip
+"""kind of a content part → the member that has its text"""
+_ROLES = ("user", "assistant", "system", "developer")
+_RESULTS = ("function_call_output", "custom_tool_call_output")
+
+
+class Tool(NamedTuple):
+    """A tool as the client knows it."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+    """whether it takes a text and no object"""
+
+
+class Tools(NamedTuple):
+    """The tools of a request."""
+
+    shown: list[Object]
+    """as a chat has them; the kinds that cannot be served have no function"""
+    known: dict[str, Tool]
+    """the client's tools, by the names under which the model sees them"""
+    given: list[Object]
+    """as the client has sent them"""
+
+    def shown_name(self, tool: Tool) -> str:
+        """The name under which the model sees a tool, also one that is no longer given."""
+        for name, known in self.known.items():
+            if (known.name, known.namespace) == (tool.name, tool.namespace):
+                return name
+        return tool.name if tool.namespace is None else f"{tool.namespace}{JOIN}{tool.name}"
+
+
+NO_TOOLS = Tools([], {}, [])
+_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""parameters of a custom tool, as the model sees it"""
+
+
+def read_tools(value: Any) -> Tools:
+    """The tools of a request. Functions of a namespace are shown under joined names."""
+    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+        raise RequestError("tools must be a list of objects")
+    found = Tools([], {}, value)
+    for i, tool in enumerate(value):
+        _add_tool(found, tool, f"tools[{i}]", None)
+    return found
+
+
+def _add_tool(found: Tools, tool: Object, path: str, namespace: str | None) -> None:
+    kind = tool.get("type")
+    if kind == "namespace" and namespace is None:
+        name, inner = _string(tool, "name", path), tool.get("tools")
+        if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
+            raise RequestError(f"{path}.tools must be a list of objects", param=f"{path}.tools")
+        for i, each in enumerate(inner):
+            _add_tool(found, each, f"{path}.tools[{i}]", name)
+        return
+    if kind not in ("function", "custom"):
+        found.shown.append({"type": str(kind)})
+        return
+    own = Tool(_string(tool, "name", path), namespace, kind == "custom")
+    name = found.shown_name(own)
+    function: Object = {"name": name}
+    if isinstance(tool.get("description"), str):
+        function["description"] = tool["description"]
+    function["parameters"] = _INPUT if own.is_custom else tool.get("parameters") or {}
+    if tool.get("strict") is True:
+        function["strict"] = True
+    if own.is_custom and isinstance(tool.get("format"), dict):
+        definition = tool["format"].get("definition")
+        if isinstance(definition, str):
+            function["description"] = f"{function.get('description', '')}\n\n{definition}".strip()
+    found.known[name] = own
+    found.shown.append({"type": "function", "function": function})
+
+
+def _string(item: Object, name: str, path: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{path}.{name} must be a string", param=f"{path}.{name}")
+    return value
+
+
+def text_of(content: Any, path: str, noted: list[str] | None) -> str:
+    """The text of a content, which is a string or a list of parts; "" for null."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise RequestError(f"{path} must be a string or a list of parts", param=path)
+    texts = list[str]()
+    for i, part in enumerate(content):
+        kind, here = part.get("type"), f"{path}[{i}]"
+        if isinstance(kind, str) and kind in _TEXTS:
+            texts.append(_string(part, _TEXTS[kind], here))
+        elif isinstance(kind, str) and kind in _REPLACED:
+            texts.append(_REPLACED[kind])
+        elif isinstance(kind, str) and noted is not None:
+            note(noted, kind)
+        else:
+            shown = repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
+            message = f"{here} is a part with {shown}, which this server does not know"
+            raise RequestError(message, param=here, code="unsupported_content_part")
+    return "".join(texts)
+
+
+class ItemReader:
+    """Makes messages of items; see the module's docstring."""
+
+    def __init__(self, tools: Tools, noted: list[str] | None) -> None:
+        """`noted` gets the names of what is left out; None: that is refused."""
+        self._tools = tools
+        self._noted = noted
+        self._answer: Object | None = None
+        """the assistant's message that further items may add to"""
+
+    def messages(self, items: Iterable[Object]) -> Iterator[Object]:
+        """Yield the messages of a chat."""
+        for i, item in enumerate(items):
+            yield from self._read(item, f"input[{i}]")
+        yield from self._take()
+
+    def _take(self) -> Iterator[Object]:
+        if self._answer is not None:
+            yield self._answer
+            self._answer = None
+
+    def _add(self, path: str, *after: str) -> Iterator[Object]:
+        """Begin another answer, unless the open one has none of the members `after`."""
+        if self._answer is not None and any(name in self._answer for name in after):
+            yield from self._take()
+        if self._answer is None:
+            self._answer = {"role": "assistant"}
+
+    def _read(self, item: Object, path: str) -> Iterator[Object]:
+        kind = item.get("type", "message")
+        if kind == "message":
+            yield from self._message(item, path)
+        elif kind == "reasoning":
+            text = text_of(item.get("content"), f"{path}.content", self._noted)
+            text = text or text_of(item.get("summary"), f"{path}.summary", self._noted)
+            if text:
+                yield from self._add(path, "content", "tool_calls", "reasoning_content")
+                assert self._answer is not None
+                self._answer["reasoning_content"] = text
+        elif kind in ("function_call", "custom_tool_call"):
+            yield from self._add(path)
+            assert self._answer is not None
+            self._answer.setdefault("tool_calls", []).append(self._call(item, path))
+        elif kind in _RESULTS:
+            yield from self._take()
+            output = item.get("output")
+            content = text_of(output, f"{path}.output", self._noted)
+            call_id = _string(item, "call_id", path)
+            yield {"role": "tool", "tool_call_id": call_id, "content": content}
+        elif isinstance(kind, str) and self._noted is not None:
+            note(self._noted, kind)
+        else:
+            shown = repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
+            raise RequestError(f"{path} is an item with {shown}", param=path)
+
+    def _message(self, item: Object, path: str) -> Iterator[Object]:
+        role = item.get("role")
+        if role not in _ROLES:
+            words = ", ".join(map(repr, _ROLES))
+            raise RequestError(f"{path}.role must be one of {words}", param=f"{path}.role")
+        content = text_of(item.get("content"), f"{path}.content", self._noted)
+        if role == "assistant":
+            yield from self._add(path, "content", "tool_calls")
+            assert self._answer is not None
+            self._answer["content"] = content
+            return
+        yield from self._take()
+        yield {"role": role, "content": content}
+
+    def _call(self, item: Object, path: str) -> Object:
+        is_custom = item["type"] == "custom_tool_call"
+        namespace = item.get("namespace")
+        own = Tool(
+            _string(item, "name", path),
+            namespace if isinstance(namespace, str) else None,
+            is_custom,
+        )
+        if is_custom:
+            arguments = json.dumps({"input": _string(item, "input", path)}, ensure_ascii=False)
+        else:
+            arguments = _string(item, "arguments", path)
+        function = {"name": self._tools.shown_name(own), "arguments": arguments}
+        return {"id": _string(item, "call_id", path), "type": "function", "function": function}

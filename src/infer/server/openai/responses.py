@@ -1,0 +1,268 @@
+"""`/v1/responses`: the endpoint's body, and the chat that it is
+
+`chat` is the same conversation as a `ChatBody`, from which the request, the prompt and the parts of
+the answer are made. Nothing is stored: `store` may be said, and an answer can be read only from its
+own stream. `ResponseAnswer` (`server.openai.response_answer`) writes the items and events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
+
+from infer.engine.client.async_llm import AsyncLLM
+from infer.errors import RequestError, UnprocessableError
+from infer.server.openai import ignored_fields, schema_base
+from infer.server.openai.chat import ChatBody, chat_requests
+from infer.server.openai.generating_api import OnMessage
+from infer.server.openai.response_answer import ResponseAnswer
+from infer.server.openai.response_items import NO_TOOLS, ItemReader, read_tools
+from infer.server.openai.schema import (
+    MAX_MESSAGES,
+    RANGES,
+    Body,
+    GeneratingBody,
+    Limit,
+    Object,
+    limit,
+)
+from infer.server.openai.schema_base import plain
+from infer.server.openai.to_engine import in_callers_names
+from infer.text.untrusted.workers import Steps
+from infer.types import Request
+
+
+def _input(value: Any) -> list[Object]:
+    """The items; a string is the message of a user."""
+    if isinstance(value, str):
+        return [{"type": "message", "role": "user", "content": value}]
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RequestError("input must be a string or a list of items")
+    if len(value) > MAX_MESSAGES:
+        raise UnprocessableError(f"input must be a list of at most {MAX_MESSAGES} items")
+    return value
+
+
+def _tool_choice(value: Any) -> Any:
+    """The choice in the form of a chat, with the client's names."""
+    if isinstance(value, str):
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind in ("function", "custom"):
+        return {"type": "function", "function": {"name": value.get("name")}}
+    if kind == "allowed_tools":
+        objects = [each for each in value.get("tools") or () if isinstance(each, dict)]
+        named = [
+            {"type": "function", "function": {"name": each.get("name")}}
+            for each in objects
+            if each.get("type") in ("function", "custom")
+        ]
+        return {"type": kind, "allowed_tools": {"mode": value.get("mode"), "tools": named}}
+    words = "a {'type': 'function', 'name': string}, or {'type': 'allowed_tools', …}"
+    raise RequestError(f"tool_choice must be 'none', 'auto', 'required', {words}")
+
+
+def _told_choice(choice: Any) -> Any:
+    """The choice as the client has sent it."""
+    if isinstance(choice, str):
+        return choice
+    if choice["type"] == "function":
+        return {"type": "function", **choice["function"]}
+    allowed = choice["allowed_tools"]
+    tools = [{"type": "function", **each["function"]} for each in allowed["tools"]]
+    return {"type": "allowed_tools", "mode": allowed["mode"], "tools": tools}
+
+
+def _text(value: Any) -> Object:
+    """The fields of a chat for `text`: the form of the answer."""
+    if not isinstance(value, dict):
+        raise RequestError("text must be an object")
+    form = value.get("format")
+    if form is None:
+        return {}
+    if not isinstance(form, dict):
+        raise RequestError("text.format must be an object")
+    if form.get("type") != "json_schema":
+        return {"response_format": form}
+    schema = {name: member for name, member in form.items() if name != "type"}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
+
+
+def _reasoning(value: Any) -> Object:
+    """The fields of a chat for `reasoning`; how much of it is summarised has no meaning here."""
+    if not isinstance(value, dict):
+        raise RequestError("reasoning must be an object")
+    effort = value.get("effort")
+    return {} if effort is None else {"reasoning_effort": effort}
+
+
+_NO_EFFECT: ignored_fields.IgnoredValues = {
+    **dict.fromkeys(("client_metadata", "metadata", "prompt_cache_options"), (dict,)),
+    **dict.fromkeys(("include", "context_management"), (list,)),
+    **dict.fromkeys(("prompt_cache_key", "safety_identifier", "user"), (str,)),
+    **dict.fromkeys(("prompt_cache_retention", "service_tier"), (str,)),
+    "store": (bool,),
+    "stream_options": (dict,),
+    "background": (False,),
+    "max_tool_calls": (int,),
+    "top_logprobs": (0,),
+}
+"""fields that clients send and that change nothing here, with the values for which that is so"""
+
+
+class InputTokensBody(Body):
+    """`POST /v1/responses/input_tokens`."""
+
+    ignored = _NO_EFFECT
+    input: Annotated[list[Object], plain(_input, str | list[Object])]
+    instructions: str | None = None
+    tools: Annotated[Any, plain(read_tools, list[Object])] = Field(NO_TOOLS)
+    """read as `Tools`"""
+    tool_choice: Annotated[Any, plain(_tool_choice, str | Object)] = "auto"
+    parallel_tool_calls: bool = True
+    reasoning: Annotated[Object, plain(_reasoning, Object)] = Field({})
+    text: Annotated[Object, plain(_text, Object)] = Field({})
+    truncation: Literal["auto", "disabled"] = "disabled"
+    previous_response_id: str | None = None
+    _chat: ChatBody = PrivateAttr()
+
+    @property
+    def chat(self) -> ChatBody:
+        """The same conversation as a chat."""
+        return self._chat
+
+    @property
+    def chat_fields(self) -> Object:
+        """The fields of the chat beside its messages, tools and model."""
+        return {
+            **self.text,
+            **self.reasoning,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "truncation": self.truncation,
+        }
+
+    @model_validator(mode="after")
+    def _translate(self, info: ValidationInfo) -> InputTokensBody:
+        if self.previous_response_id is not None:
+            raise RequestError(
+                "previous_response_id: this server stores no responses; send the whole"
+                " conversation as input, with store: false",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        messages = [*ItemReader(self.tools, info.context).messages(self.input)]
+        if self.instructions:
+            messages.insert(0, {"role": "system", "content": self.instructions})
+        if not messages:
+            raise RequestError("input is empty: it needs at least one item", param="input")
+        fields = {"messages": messages, **self.chat_fields}
+        if self.tools.shown:
+            fields |= {"tools": self.tools.shown, "tool_choice": self._shown_choice()}
+        elif self.tool_choice not in ("auto", "none"):
+            raise RequestError("tool_choice names none of the tools", param="tool_choice")
+        self._chat = schema_base.read(ChatBody, fields, info.context)
+        return self
+
+    def _shown_choice(self) -> Any:
+        """The choice, with the names under which the model sees the tools."""
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return choice
+        names = {own.name: shown for shown, own in self.tools.known.items()}
+
+        def shown(reference: Object) -> Object:
+            name = reference["function"]["name"]
+            known = names.get(name, name) if isinstance(name, str) else name
+            return {"type": "function", "function": {"name": known}}
+
+        if choice["type"] == "function":
+            return shown(choice)
+        allowed = choice["allowed_tools"]
+        return {**choice, "allowed_tools": {**allowed, "tools": [*map(shown, allowed["tools"])]}}
+
+
+class ResponseBody(InputTokensBody, GeneratingBody):
+    """`POST /v1/responses`."""
+
+    documented = {  # noqa: RUF012
+        **{name: RANGES[name] for name in ("temperature", "top_p")},
+        "max_output_tokens": limit(1),
+    }
+    max_output_tokens: Limit = None
+    temperature: float | None = None
+    top_p: float | None = None
+
+    @property
+    def num_grammar_chars(self) -> int:
+        return self.chat.num_grammar_chars
+
+    @property
+    def is_heavy(self) -> bool:
+        return self.chat.is_heavy
+
+    @property
+    def is_open_ended(self) -> bool:
+        return self.max_output_tokens is None
+
+    @property
+    def answer_headers(self) -> list[tuple[str, str]]:
+        return self.chat.answer_headers
+
+    @property
+    def told(self) -> Object:
+        """The members of the response that repeat the request's."""
+        form = self.text.get("response_format", {"type": "text"})
+        form = {"type": form["type"], **form.get("json_schema", {})} if form else form
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": {},
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning": {"effort": self.reasoning.get("reasoning_effort"), "summary": None},
+            "temperature": self.temperature,
+            "text": {"format": form},
+            "tool_choice": _told_choice(self.tool_choice),
+            "tools": self.tools.given,
+            "top_p": self.top_p,
+            "truncation": self.truncation,
+        }
+
+    @property
+    def chat_fields(self) -> Object:
+        own = {
+            "max_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+        }
+        given = {name: value for name, value in own.items() if value is not None}
+        return super().chat_fields | given | {"stream": self.stream}
+
+
+class ResponsesApi:
+    """OpenAI's responses, without their storage."""
+
+    path = "/v1/responses"
+    body = ResponseBody
+    id_prefix = "resp_"
+    refuses = ()
+    has_sessions = False
+
+    def make_requests(
+        self, engine: AsyncLLM, wire: ResponseBody, answer_id: str
+    ) -> Steps[list[Request]]:
+        names = {"max_tokens": "max_output_tokens", "messages": "input", "response_format": "text"}
+        with in_callers_names(names):
+            requests = yield from chat_requests(engine, wire.chat, answer_id)
+            return requests
+
+    def make_answer(
+        self,
+        engine: AsyncLLM,
+        wire: ResponseBody,
+        requests: Sequence[Request],
+        answer_id: str,
+        on_message: OnMessage | None = None,
+    ) -> ResponseAnswer:
+        return ResponseAnswer(engine, wire.chat, wire.tools, wire.told, requests, answer_id)

@@ -1,0 +1,451 @@
+"""`/v1/messages` and `/v1/responses`: the same conversation is the same prompt and the same answer
+as over chats; streams are the whole answers; whatever was answered can be sent back"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.errors import RequestError
+from infer.server.anthropic.messages_body import BILLING, CountTokensBody, MessagesBody
+from infer.server.openai.chat import ChatBody, plain_messages
+from infer.server.openai.responses import InputTokensBody, ResponseBody
+from infer.server.openai.schema_base import read
+from tests.server.test_tool_loops import CITY, saying, script_of, tokenizer_of
+from tests.support.doubles import core_of, make_hash_llm
+from tests.support.serving import CHAT, App, Reply, ask, with_app
+from tests.support.tool_conversations import OWN
+
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+QWEN = OWN["qwen3"][0]
+ASK = "What's the weather?"
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
+ANSWERS = {
+    "text": "It is sunny.",
+    "thoughts": "<think>\nLet me see.\n</think>\n\nIt is sunny.",
+    "a call": CALL,
+    "text and a call": f"I will look.\n{CALL}",
+    "thoughts and two calls": f"<think>\nHm.\n</think>\n\n{CALL}\n{CALL}",
+    "nothing": "",
+}
+CHAT_TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
+TOOLS = {
+    MESSAGES: [{"name": "weather", "input_schema": CITY}],
+    RESPONSES: [{"type": "function", "name": "weather", "parameters": CITY, "strict": False}],
+}
+
+
+def events_of(reply: Reply) -> list[tuple[str, dict[str, Any]]]:
+    """Name and data of each event of a stream."""
+    found = []
+    for text in reply.body.decode("ascii").split("\n\n")[:-1]:
+        name, data = text.split("\n")
+        fields = json.loads(data.removeprefix("data: "))
+        assert fields["type"] == name.removeprefix("event: ")
+        found.append((fields["type"], fields))
+    return found
+
+
+def message_of(events: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """The message that the events of a stream add up to, as Anthropic's clients do it."""
+    message: dict[str, Any] = {}
+    texts: list[str] = []
+    for name, fields in events:
+        if name == "message_start":
+            message = fields["message"]
+        elif name == "content_block_start":
+            assert fields["index"] == len(message["content"])
+            message["content"].append(fields["content_block"])
+            texts = []
+        elif name == "content_block_delta":
+            kind, (member, text) = fields["delta"].pop("type"), *fields["delta"].items()
+            assert fields["index"] == len(message["content"]) - 1
+            if kind == "input_json_delta":
+                texts.append(text)
+            else:
+                message["content"][-1][member] += text
+        elif name == "content_block_stop" and "input" in message["content"][-1]:
+            message["content"][-1]["input"] = json.loads("".join(texts) or "{}")
+        elif name == "message_delta":
+            message |= fields["delta"] | {"usage": fields["usage"]}
+    assert events[-1][0] == "message_stop"
+    return message
+
+
+def response_of(events: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """The response of the last event, which the events before it must add up to."""
+    assert [fields["sequence_number"] for _, fields in events] == [*range(len(events))]
+    assert [name for name, _ in events[:2]] == ["response.created", "response.in_progress"]
+    items: list[dict[str, Any]] = []
+    texts: dict[int, str] = {}
+    for name, fields in events:
+        if name == "response.output_item.added":
+            assert fields["output_index"] == len(items)
+        elif name.endswith(".delta"):
+            index = fields["output_index"]
+            texts[index] = texts.get(index, "") + fields["delta"]
+        elif name == "response.output_item.done":
+            item = fields["item"]
+            content = item["content"][0]["text"] if "content" in item else ""
+            said = item.get("arguments") or item.get("input") or content
+            assert said in (texts.get(len(items), ""), "{}")
+            items.append(item)
+    last, fields = events[-1]
+    assert last in ("response.completed", "response.incomplete")
+    assert fields["response"]["output"] == items
+    return dict(fields["response"])
+
+
+def body_for(path: str, **more: Any) -> dict[str, Any]:
+    """A question with a tool, in an API's form."""
+    if path == MESSAGES:
+        asked = {"messages": [{"role": "user", "content": ASK}]}
+    else:
+        asked = {"input": [{"type": "message", "role": "user", "content": ASK}]}
+    return {**asked, "tools": TOOLS[path], **more}
+
+
+def without_ids(value: Any) -> Any:
+    """What two answers must have in common."""
+    if isinstance(value, list):
+        return [*map(without_ids, value)]
+    if isinstance(value, dict):
+        left_out = ("id", "call_id", "created_at", "usage")
+        return {name: without_ids(each) for name, each in value.items() if name not in left_out}
+    return value
+
+
+READ: dict[str, Callable[[list[tuple[str, dict[str, Any]]]], dict[str, Any]]] = {
+    MESSAGES: message_of,
+    RESPONSES: response_of,
+}
+
+
+@pytest.mark.parametrize("path", READ)
+def test_a_stream_is_the_whole_answer(path: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, QWEN)
+    engine = saying([], tokenizer)
+    runner: Any = core_of(engine).runner
+
+    async def use(app: App) -> None:
+        for name, text in ANSWERS.items():
+            runner.script = script_of(tokenizer, text)
+            whole = (await app.post(path, body_for(path))).json()
+            streamed = READ[path](events_of(await app.post(path, body_for(path, stream=True))))
+            assert without_ids(streamed) == without_ids(whole), name
+            chat = {"messages": [{"role": "user", "content": ASK}], "tools": CHAT_TOOLS}
+            [choice] = (await app.post(CHAT, chat)).json()["choices"]
+            said = choice["message"]
+            called = [call["function"]["arguments"] for call in said.get("tool_calls", [])]
+            assert spoken(path, whole) == (
+                said.get("reasoning_content", ""),
+                said["content"] or "",
+                [*map(json.loads, called)],
+            )
+
+    with_app(engine, use)
+
+
+def spoken(path: str, answer: dict[str, Any]) -> tuple[str, str, list[Any]]:
+    """(thoughts, text, arguments of the calls) of an answer"""
+    if path == MESSAGES:
+        blocks = answer["content"]
+        return (
+            "".join(block.get("thinking", "") for block in blocks),
+            "".join(block.get("text", "") for block in blocks),
+            [block["input"] for block in blocks if block["type"] == "tool_use"],
+        )
+    texts = {"reasoning": "", "message": ""}
+    for item in answer["output"]:
+        if "content" in item:
+            texts[item["type"]] += item["content"][0]["text"]
+    calls = [json.loads(item["arguments"]) for item in answer["output"] if "arguments" in item]
+    return (texts["reasoning"], texts["message"], calls)
+
+
+def conversations() -> Iterator[tuple[str, list[Any], dict[str, Any], dict[str, Any]]]:
+    """The same conversation as a chat's messages, a message's body and a response's."""
+    function = {"name": "weather", "arguments": '{"city": "Ulm"}'}
+    calls = [{"id": f"c{i}", "type": "function", "function": function} for i in (1, 2)]
+    system = {"role": "system", "content": "Be brief."}
+    user = {"role": "user", "content": ASK}
+    yield "one", [system, user], {"system": "Be brief.", "messages": [user]}, {
+        "instructions": "Be brief.",
+        "input": ASK,
+    }  # fmt: skip
+    chat = [
+        user,
+        {"role": "assistant", "content": "Look:", "reasoning_content": "Hm.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+        {"role": "tool", "tool_call_id": "c2", "content": "rain"},
+    ]
+    used = [
+        {"type": "tool_use", "id": f"c{i}", "name": "weather", "input": {"city": "Ulm"}}
+        for i in (1, 2)
+    ]
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
+    results = [
+        {"type": "tool_result", "tool_use_id": "c1", "content": "sun"},
+        {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "rain"}]},
+    ]
+    said = [thought, {"type": "text", "text": "Look:"}, *used]
+    messages = [user, {"role": "assistant", "content": said}, {"role": "user", "content": results}]
+    called = [{"type": "function_call", "call_id": f"c{i}", **function} for i in (1, 2)]
+    got = [
+        {"type": "function_call_output", "call_id": "c1", "output": "sun"},
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "rain"}],
+        },
+    ]
+    part = {"type": "output_text", "text": "Look:", "annotations": []}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": ASK}]},
+        {
+            "type": "reasoning",
+            "id": "r",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": "Hm."}],
+            "encrypted_content": None,
+        },
+        {"type": "message", "id": "m", "role": "assistant", "content": [part]},
+        *called,
+        *got,
+    ]
+    yield "calls", chat, {"messages": messages}, {"input": items}
+
+
+CONVERSATIONS = list(conversations())
+
+
+@pytest.mark.parametrize("row", CONVERSATIONS, ids=lambda row: row[0])
+def test_the_same_conversation_is_the_same_chat(row: Any) -> None:
+    _, chat, message, response = row
+    wanted = read(ChatBody, {"messages": chat, "tools": CHAT_TOOLS}, [])
+    by_message = read(MessagesBody, {**message, "tools": TOOLS[MESSAGES], "max_tokens": 9}, [])
+    by_response = read(ResponseBody, {**response, "tools": TOOLS[RESPONSES]}, [])
+    for found in (by_message.chat, by_response.chat):
+        assert plain_messages(found) == plain_messages(wanted)
+        assert found.template_arguments == wanted.template_arguments
+
+
+@pytest.mark.parametrize("path", READ)
+def test_an_answer_cut_anywhere_is_taken_back(path: str, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, QWEN)
+    engine = saying([], tokenizer)
+    runner: Any = core_of(engine).runner
+    limit = "max_tokens" if path == MESSAGES else "max_output_tokens"
+
+    async def use(app: App) -> None:
+        text = ANSWERS["thoughts and two calls"]
+        runner.script = script_of(tokenizer, text)
+        for cut in range(1, len(text) + 2, 3):
+            answer = (await app.post(path, body_for(path, **{limit: cut}))).json()
+            body = body_for(path, **{limit: 1})
+            if path == MESSAGES:
+                used = [block for block in answer["content"] if block["type"] == "tool_use"]
+                results = [
+                    {"type": "tool_result", "tool_use_id": block["id"], "content": "sun"}
+                    for block in used
+                ]
+                body["messages"] += [
+                    {"role": "assistant", "content": answer["content"]},
+                    {"role": "user", "content": results or "Go on."},
+                ]
+            else:
+                body["input"] += answer["output"]
+                body["input"] += [
+                    {"type": "function_call_output", "call_id": item["call_id"], "output": "sun"}
+                    for item in answer["output"]
+                    if item["type"] == "function_call"
+                ]
+                body["input"].append({"role": "user", "content": "Go on."})
+            again = await app.post(path, body)
+            assert again.status == 200, (cut, answer, again.body)
+
+    with_app(engine, use)
+
+
+def prompt_of(body: CountTokensBody | InputTokensBody) -> list[dict[str, Any]]:
+    return plain_messages(body.chat)
+
+
+def test_the_prompt_depends_on_texts_only() -> None:
+    """The form of a content, marks for caches and the client's billing line are no part of it."""
+    plain = {"system": "S", "messages": [{"role": "user", "content": "U"}]}
+    block = {"type": "text", "text": "U", "cache_control": {"type": "ephemeral"}}
+    billing = {"type": "text", "text": f"{BILLING} cc_version=1.x; cch=5;"}
+    system = [billing, {"type": "text", "text": "S", "cache_control": {"type": "ephemeral"}}]
+    rich = {"system": system, "messages": [{"role": "user", "content": [block]}]}
+    first, second = (read(CountTokensBody, body, []) for body in (plain, rich))
+    assert prompt_of(first) == prompt_of(second)
+
+
+def test_a_tool_that_is_loaded_later_stands_where_it_is_mentioned() -> None:
+    late = {"name": "late", "input_schema": CITY, "defer_loading": True}
+    found = {"type": "tool_reference", "tool_name": "late"}
+    messages = [
+        {"role": "user", "content": ASK},
+        {"role": "assistant", "content": [
+            {"type": "tool_use", "id": "c", "name": "search", "input": {}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": [found]}]},
+    ]  # fmt: skip
+    before = {"messages": messages[:1], "tools": TOOLS[MESSAGES]}
+    after = {"messages": messages, "tools": [late, *TOOLS[MESSAGES]]}
+    first, second = (read(CountTokensBody, body, []).chat for body in (before, after))
+    assert first.template_arguments["tools"] == second.template_arguments["tools"]
+    assert [tool["function"]["name"] for tool in second.shown_tools] == ["late", "weather"]
+    assert json.dumps(CITY) in plain_messages(second)[-1]["content"]
+
+
+def test_tools_of_a_namespace_and_custom_tools(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, QWEN)
+    engine = saying([], tokenizer)
+    runner: Any = core_of(engine).runner
+    inner = {"type": "function", "name": "weather", "parameters": CITY}
+    tools = [
+        {"type": "namespace", "name": "mcp__sky", "tools": [inner]},
+        {"type": "custom", "name": "patch", "format": {"type": "grammar", "definition": "s: x"}},
+        {"type": "web_search"},
+    ]  # fmt: skip
+    text = (
+        '<tool_call>\n{"name": "mcp__sky__weather", "arguments": {"city": "Ulm"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "patch", "arguments": {"input": "a \\"b\\"\\nc"}}\n</tool_call>'
+    )
+
+    async def use(app: App) -> None:
+        runner.script = script_of(tokenizer, text)
+        body = {"input": ASK, "tools": tools}
+        for is_stream in (False, True):
+            reply = await app.post(RESPONSES, {**body, "stream": is_stream})
+            assert "web_search" in reply.headers["x-warning"]
+            answer = response_of(events_of(reply)) if is_stream else reply.json()
+            first, second = answer["output"]
+            assert (first["name"], first["namespace"]) == ("weather", "mcp__sky")
+            assert first["arguments"] == '{"city": "Ulm"}'
+            assert (second["type"], second["name"]) == ("custom_tool_call", "patch")
+            assert second["input"] == 'a "b"\nc'
+        result = {"type": "custom_tool_call_output", "call_id": second["call_id"], "output": "ok"}
+        back = [*answer["output"], result]
+        said = read(ResponseBody, {"input": back, "tools": tools}, []).chat
+        calls = plain_messages(said)[0]["tool_calls"]
+        assert [call["function"]["name"] for call in calls] == ["mcp__sky__weather", "patch"]
+        assert calls[1]["function"]["arguments"] == {"input": 'a "b"\nc'}
+
+    with_app(engine, use)
+
+
+def test_what_cannot_be_read_is_replaced_or_named() -> None:
+    noted: list[str] = []
+    items = [
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]},
+        {"type": "web_search_call", "id": "w"},
+        {"type": "compaction", "id": "c", "encrypted_content": "x"},
+    ]
+    chat = read(ResponseBody, {"input": items, "store": False, "include": []}, noted).chat
+    assert "reads text only" in plain_messages(chat)[0]["content"]
+    assert noted == ["web_search_call", "compaction"]
+    blocks = [{"type": "image", "source": {}}, {"type": "zzz"}, {"type": "text", "text": "U"}]
+    noted.clear()
+    body = {"messages": [{"role": "user", "content": blocks}], "metadata": {"user_id": "x"}}
+    [message] = plain_messages(read(MessagesBody, body, noted).chat)
+    assert message["content"].endswith("\n\nU")
+    assert noted == ["zzz"]
+    with pytest.raises(RequestError, match="zzz"):
+        read(MessagesBody, body)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        (MESSAGES, {}, "messages is required"),
+        (MESSAGES, {"messages": []}, "messages is empty"),
+        (MESSAGES, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (MESSAGES, {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+         "messages[0].content[0].text"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [
+            {"type": "tool_result", "content": "x"}]}]}, "tool_use_id"),
+        (MESSAGES, {"tools": [{"name": 5}]}, "tools[0].name"),
+        (MESSAGES, {"tool_choice": {"type": "tool", "name": "no"}}, "none of the tools"),
+        (MESSAGES, {"tool_choice": {"type": "maybe"}}, "tool_choice must be"),
+        (MESSAGES, {"thinking": {"type": "maybe"}}, "thinking.type"),
+        (MESSAGES, {"max_tokens": 0}, "max_tokens"),
+        (RESPONSES, {}, "input is required"),
+        (RESPONSES, {"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "input[0]."),
+        (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, "stores no responses"),
+        (RESPONSES, {"input": "x", "background": True}, "background"),
+        (RESPONSES, {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
+        (RESPONSES, {"input": "x", "tool_choice": "required"}, "none of the tools"),
+        (RESPONSES, {"input": "x", "text": {"format": {"type": "xml"}}}, "json_schema"),
+    ],
+)  # fmt: skip
+def test_bad_bodies(path: str, body: dict[str, Any], words: str) -> None:
+    if path == MESSAGES and body and "messages" not in body:
+        body = {"messages": [{"role": "user", "content": "x"}], **body}
+    reply = ask(make_hash_llm(), path, body)
+    assert reply.status in (400, 422), reply.body
+    error = reply.error()
+    assert words in error["message"]
+    if path == MESSAGES:
+        assert error["type"] == "invalid_request_error"
+
+
+def test_a_prompt_that_is_too_long_says_by_how_much() -> None:
+    """In the words by which the clients know that they have to shorten it."""
+    said = {"role": "user", "content": "x" * 900}
+    reply = ask(make_hash_llm(), MESSAGES, {"messages": [said], "max_tokens": 5})
+    assert (reply.status, reply.error()["type"]) == (400, "invalid_request_error")
+    assert " tokens > 511 maximum" in reply.error()["message"]
+    assert "prompt is too long: " in reply.error()["message"]
+    reply = ask(make_hash_llm(), RESPONSES, {"input": "x" * 900})
+    assert (reply.status, reply.error()["code"]) == (400, "context_length_exceeded")
+
+
+def test_a_stop_sequence_is_named(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, QWEN)
+    engine = saying(script_of(tokenizer, "one two three"), tokenizer)
+    more = {"stop_sequences": ["three", "two"], "stream": False}
+
+    async def use(app: App) -> None:
+        for stream in (False, True):
+            reply = await app.post(MESSAGES, body_for(MESSAGES, **{**more, "stream": stream}))
+            answer = message_of(events_of(reply)) if stream else reply.json()
+            assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "two")
+            assert answer["content"] == [{"type": "text", "text": "one "}]
+
+    with_app(engine, use)
+
+
+WAITING = [(MESSAGES, "ping"), (RESPONSES, "response.in_progress")]
+
+
+@pytest.mark.parametrize(("path", "waiting"), WAITING)
+def test_a_silent_stream_sends_what_its_clients_count(path: str, waiting: str) -> None:
+    async def use(app: App) -> None:
+        events = events_of(await app.post(path, {**body_for(path), "stream": True, "tools": []}))
+        assert len([name for name, _ in events if name == waiting]) > 1
+
+    with_app(make_hash_llm(step_s=0.2), use, keep_alive_s=0.05)
+
+
+def test_a_stream_that_breaks_ends_as_its_clients_know_it(tmp_path: Path) -> None:
+    async def use(app: App) -> None:
+        late = {"stream": True, "timeout": 0.05}
+        events = events_of(await app.post(MESSAGES, {**body_for(MESSAGES, **late), "tools": []}))
+        name, fields = events[-1]
+        assert (name, fields["type"]) == ("error", "error")
+        assert "was not done" in fields["error"]["message"]
+        events = events_of(await app.post(RESPONSES, {"input": "x", **late}))
+        name, fields = events[-1]
+        assert (name, fields["response"]["status"]) == ("response.failed", "failed")
+        assert fields["response"]["error"]["code"] == "server_error"
+
+    with_app(make_hash_llm(step_s=0.05), use)
