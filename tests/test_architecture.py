@@ -107,6 +107,7 @@ LEVELS = (
     Level("server.observe server.ui", "traces, metrics, logs, spans; the page for browsers"),
     Level("server.tenancy", "keys, limits, shared prefixes"),
     Level("server.openai", "OpenAI's formats"),
+    Level("server.anthropic", "Anthropic's messages, as chats"),
     Level("server.offload", "long work beside the event loop"),
     Level("server.sessions", "conversations that the server keeps"),
     Level("server bench", "endpoints and their composition; workloads and reports"),

@@ -33,7 +33,7 @@ ANSWERS = {
     "nothing": "",
 }
 CHAT_TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
-TOOLS = {
+TOOLS: dict[str, list[dict[str, Any]]] = {
     MESSAGES: [{"name": "weather", "input_schema": CITY}],
     RESPONSES: [{"type": "function", "name": "weather", "parameters": CITY, "strict": False}],
 }
@@ -62,7 +62,8 @@ def message_of(events: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
             message["content"].append(fields["content_block"])
             texts = []
         elif name == "content_block_delta":
-            kind, (member, text) = fields["delta"].pop("type"), *fields["delta"].items()
+            kind = fields["delta"].pop("type")
+            ((member, text),) = fields["delta"].items()
             assert fields["index"] == len(message["content"]) - 1
             if kind == "input_json_delta":
                 texts.append(text)
@@ -296,8 +297,9 @@ def test_a_tool_that_is_loaded_later_stands_where_it_is_mentioned() -> None:
         {"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "c", "content": [found]}]},
     ]  # fmt: skip
-    before = {"messages": messages[:1], "tools": TOOLS[MESSAGES]}
-    after = {"messages": messages, "tools": [late, *TOOLS[MESSAGES]]}
+    tools = TOOLS[MESSAGES]
+    before = {"messages": messages[:1], "tools": tools}
+    after = {"messages": messages, "tools": [late, *tools]}
     first, second = (read(CountTokensBody, body, []).chat for body in (before, after))
     assert first.template_arguments["tools"] == second.template_arguments["tools"]
     assert [tool["function"]["name"] for tool in second.shown_tools] == ["late", "weather"]
@@ -449,3 +451,12 @@ def test_a_stream_that_breaks_ends_as_its_clients_know_it(tmp_path: Path) -> Non
         assert fields["response"]["error"]["code"] == "server_error"
 
     with_app(make_hash_llm(step_s=0.05), use)
+
+
+def test_many_references_to_a_long_tool_are_one_definition() -> None:
+    long = {"name": "late", "description": "x" * 1000, "input_schema": CITY, "defer_loading": True}
+    found = {"type": "tool_reference", "tool_name": "late"}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [found] * 50}
+    body = {"messages": [{"role": "user", "content": [result, result]}], "tools": [long]}
+    messages = plain_messages(read(CountTokensBody, body, []).chat)
+    assert "".join(message["content"] for message in messages).count("x" * 1000) == 1

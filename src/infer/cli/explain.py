@@ -64,11 +64,18 @@ def fetch(url: str, request_id: str, api_key: str | None) -> Fields:
     Raises `InferError` with one sentence, whatever answers at `url`.
     """
     path = f"/v1/requests/{quote(request_id, safe='')}"
-    with opened(url, path, api_key, f"no infer server answers at {url}") as reply:
-        trace = _read_json(reply)
-    if not isinstance(trace, dict):
-        raise InferError(f"no infer server answers at {url}: its answer is not a trace")
-    return trace
+    return get_json(url, path, api_key, "its answer is not a trace")
+
+
+def get_json(url: str, path: str, api_key: str | None, otherwise: str) -> Fields:
+    """The JSON object that a server sends. Raises `InferError` with one sentence, whatever answers
+    at `url`; `otherwise`: what is wrong with an answer that is no object."""
+    problem = f"no infer server answers at {url}"
+    with opened(url, path, api_key, problem) as reply:
+        fields = _read_json(reply)
+    if not isinstance(fields, dict):
+        raise InferError(f"{problem}: {otherwise}")
+    return fields
 
 
 def _read_json(reply: Any) -> Any:

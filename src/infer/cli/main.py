@@ -31,7 +31,7 @@ NO_WINDOWS = (
 )
 COMMANDS = (
     *("serve", "generate", "chat", "plan", "doctor"),
-    *("explain", "top", "models", "bench", "keys", "cluster"),
+    *("explain", "top", "connect", "models", "bench", "keys", "cluster"),
 )
 """The subcommands, in the order of `infer --help`."""
 GENERATE_MAX_TOKENS = 256
@@ -204,6 +204,28 @@ def explain(
     from infer.cli.explain import run_explain
 
     run_explain(url, request_id, api_key)
+
+
+@app.command()
+def connect(
+    agent: Annotated[str, typer.Argument(help="codex, claude, qwen or opencode.")],
+    url: Annotated[
+        str, typer.Option(help="Where the server is.")
+    ] = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}",
+    model: Annotated[
+        str | None, typer.Option(help="Which of several models; default: the first.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="A key of the server.", envvar="INFER_API_KEY")
+    ] = None,
+    start: Annotated[
+        bool, typer.Option("--start", help="Start the agent; without it, print how.")
+    ] = False,
+) -> None:
+    """Print the lines that start a coding agent with the server's model, or start it."""
+    from infer.cli.connect import run_connect
+
+    run_connect(agent, url, model, api_key, start)
 
 
 @app.command()

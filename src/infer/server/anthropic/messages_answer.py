@@ -116,7 +116,7 @@ class MessagesAnswer:
 
     def opening(self) -> Iterator[bytes]:
         ends = {"stop_reason": None, "stop_sequence": None}
-        message = {**self._head, "content": [], **ends, "usage": self._counts()}
+        message: dict[str, Any] = {**self._head, "content": [], **ends, "usage": self._counts()}
         yield _event({"type": "message_start", "message": message})
         yield self.waiting()
 

@@ -58,7 +58,7 @@ def _blocks(value: Any, path: str) -> list[Object]:
 def _member(block: Object, name: str, kind: type, path: str) -> Any:
     value = block.get(name)
     if not isinstance(value, kind):
-        word = {str: "a string", dict: "an object"}[kind]
+        word = "a string" if kind is str else "an object"
         raise RequestError(f"{path}.{name} must be {word}", param=f"{path}.{name}")
     return value
 
@@ -100,15 +100,17 @@ def _system(value: Any, info: ValidationInfo) -> str:
 
 
 def _result(block: Object, path: str, tools: dict[str, Object], noted: list[str] | None) -> str:
-    """The text of a `tool_result`. A reference to a tool is the tool's definition, so that one that
-    is loaded later changes nothing before it."""
+    """The text of a `tool_result`. The first reference to a tool is the tool's definition, so that
+    one that is loaded later changes nothing before it. `tools`: those without a reference so far,
+    by name."""
     texts = list[str]()
     for i, each in enumerate(_blocks(block.get("content") or "", f"{path}.content")):
         name = each.get("tool_name")
         if each.get("type") != "tool_reference":
             text = _text(each, f"{path}.content[{i}]", noted)
         else:
-            tool = tools.get(name) if isinstance(name, str) else None
+            # Once: a short reference could stand for a long definition very often.
+            tool = tools.pop(name, None) if isinstance(name, str) else None
             text = json.dumps(tool, ensure_ascii=False) if tool else str(name)
         if text is not None:
             texts.append(text)

@@ -24,6 +24,13 @@ from infer.types import FinishReason, Request, RequestOutput, TextDelta
 
 Fields = dict[str, Any]
 
+_BEGUN: Fields = {
+    "status": "in_progress",
+    "error": None,
+    "incomplete_details": None,
+    "output": [],
+    "usage": None,
+}
 _ERROR_CODES = ("context_length_exceeded", "rate_limit_exceeded")
 """codes of errors that a response may have beside `server_error`"""
 
@@ -53,15 +60,14 @@ class ResponseAnswer:
             "object": "response",
             "created_at": int(time.time()),
             "model": engine.model_name,
-            "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
             "previous_response_id": None,
             "store": False,
-            **told,
-            "output": [],
-            "usage": None,
         }
+        self._told = told
+        # What the client has sent may be long: it is written here, beside the event loop.
+        self._told_text = dump(told)
+        self._short_text = dump(told | {"tools": [], "instructions": None})
+        self._num_calls = 0
         self._items: list[Fields] = []
         """items of the answer, the last of which may be growing"""
         self._pieces: list[str] = []
@@ -75,7 +81,8 @@ class ResponseAnswer:
         return self._reader.usage.num_prompt
 
     def size_of(self, part: Part) -> int:
-        return len(part.text)
+        is_whole = isinstance(part, RequestOutput)
+        return len(part.text) + (len(self._told_text) if is_whole else 0)
 
     # ---- whole
 
@@ -87,15 +94,18 @@ class ResponseAnswer:
         self._reason = output.finish_reason
         for _ in self._done():
             pass
-        return self._ended()
+        return {**self._response, **self._told, **self._ends()}
 
-    def _ended(self) -> Fields:
-        """The response with all its items; its status is that of the answer."""
+    def _ends(self) -> Fields:
+        """What is known at the end: the status of the answer, and all its items."""
         is_cut = wire_reason(self._reason) == "length"
-        ends: Fields = {"status": "incomplete" if is_cut else "completed"}
-        if is_cut:
-            ends["incomplete_details"] = {"reason": "max_output_tokens"}
-        return {**self._response, **ends, "output": self._items, "usage": self._usage()}
+        return {
+            "status": "incomplete" if is_cut else "completed",
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._items,
+            "usage": self._usage(),
+        }
 
     def _usage(self) -> Fields:
         usage = self._reader.usage.fields()
@@ -115,11 +125,11 @@ class ResponseAnswer:
         return self
 
     def opening(self) -> Iterator[bytes]:
-        yield self._event("created", response=self._response)
+        yield self._state("created", self._told_text, _BEGUN)
         yield self.waiting()
 
     def waiting(self) -> bytes:
-        return self._event("in_progress", response=self._response)
+        return self._state("in_progress", self._short_text, _BEGUN)
 
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         self._reader.usage.count(index, delta)
@@ -130,21 +140,30 @@ class ResponseAnswer:
 
     def closing(self) -> Iterator[bytes]:
         yield from self._done()
-        ended = self._ended()
-        yield self._event(ended["status"], response=ended)
+        ends = self._ends()
+        yield self._state(ends["status"], self._told_text, ends)
 
     def failure(self, error: str) -> bytes:
         """A client takes only this for the end of a stream that broke; others it asks again."""
         told = json.loads(error)["error"]
         code = told["code"] if told["code"] in _ERROR_CODES else "server_error"
-        ends = {"status": "failed", "error": {"code": code, "message": told["message"]}}
-        return self._event("failed", response={**self._response, **ends, "output": self._items})
+        cause = {"code": code, "message": told["message"]}
+        ends = {**_BEGUN, "status": "failed", "error": cause, "output": self._items}
+        return self._state("failed", self._short_text, ends)
+
+    def _state(self, kind: str, told: str, ends: Fields) -> bytes:
+        """An event with the whole response. `told`: what repeats the request, as JSON."""
+        name, fields = f"response.{kind}", dump({**self._response, **ends})
+        head = dump({"type": name, "sequence_number": self._next()})
+        return event(f'{head[:-1]},"response":{fields[:-1]},{told[1:]}}}', name)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         name = f"response.{kind}"
-        number = self._number
+        return event(dump({"type": name, "sequence_number": self._next(), **fields}), name)
+
+    def _next(self) -> int:
         self._number += 1
-        return event(dump({"type": name, "sequence_number": number, **fields}), name)
+        return self._number - 1
 
     # ---- items, each of which yields its events
 
@@ -168,8 +187,8 @@ class ResponseAnswer:
 
     def _begin_call(self, call: ToolCall) -> Iterator[bytes]:
         own = self._tools.known.get(call.name, Tool(call.name))
-        number = sum("call_id" in item for item in self._items)
-        item: Fields = {"call_id": f"call_{self._hex}_{number}", "name": own.name}
+        item: Fields = {"call_id": f"call_{self._hex}_{self._num_calls}", "name": own.name}
+        self._num_calls += 1
         if own.namespace is not None:
             item["namespace"] = own.namespace
         if own.is_custom:
@@ -200,7 +219,7 @@ class ResponseAnswer:
         kind = self._items[-1]["type"]
         if kind == "custom_tool_call":
             return  # its text is a JSON string until it is whole
-        more = {"logprobs": []} if kind == "message" else {}
+        more: Fields = {"logprobs": []} if kind == "message" else {}
         yield self._event(f"{_GROWS[kind]}.delta", **self._place(), delta=text, **more)
 
     def _done(self) -> Iterator[bytes]:

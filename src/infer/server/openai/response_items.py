@@ -38,6 +38,11 @@ class Tool(NamedTuple):
     is_custom: bool = False
     """whether it takes a text and no object"""
 
+    @property
+    def shown_name(self) -> str:
+        """The name under which the model sees it."""
+        return self.name if self.namespace is None else f"{self.namespace}{JOIN}{self.name}"
+
 
 class Tools(NamedTuple):
     """The tools of a request."""
@@ -48,13 +53,6 @@ class Tools(NamedTuple):
     """the client's tools, by the names under which the model sees them"""
     given: list[Object]
     """as the client has sent them"""
-
-    def shown_name(self, tool: Tool) -> str:
-        """The name under which the model sees a tool, also one that is no longer given."""
-        for name, known in self.known.items():
-            if (known.name, known.namespace) == (tool.name, tool.namespace):
-                return name
-        return tool.name if tool.namespace is None else f"{tool.namespace}{JOIN}{tool.name}"
 
 
 NO_TOOLS = Tools([], {}, [])
@@ -90,7 +88,7 @@ def _add_tool(found: Tools, tool: Object, path: str, namespace: str | None) -> N
         found.shown.append({"type": str(kind)})
         return
     own = Tool(_string(tool, "name", path), namespace, kind == "custom")
-    name = found.shown_name(own)
+    name = own.shown_name
     function: Object = {"name": name}
     if isinstance(tool.get("description"), str):
         function["description"] = tool["description"]
@@ -139,9 +137,8 @@ def text_of(content: Any, path: str, noted: list[str] | None) -> str:
 class ItemReader:
     """Makes messages of items; see the module's docstring."""
 
-    def __init__(self, tools: Tools, noted: list[str] | None) -> None:
+    def __init__(self, noted: list[str] | None) -> None:
         """`noted` gets the names of what is left out; None: that is refused."""
-        self._tools = tools
         self._noted = noted
         self._answer: Object | None = None
         """the assistant's message that further items may add to"""
@@ -217,5 +214,5 @@ class ItemReader:
             arguments = json.dumps({"input": _string(item, "input", path)}, ensure_ascii=False)
         else:
             arguments = _string(item, "arguments", path)
-        function = {"name": self._tools.shown_name(own), "arguments": arguments}
+        function = {"name": own.shown_name, "arguments": arguments}
         return {"id": _string(item, "call_id", path), "type": "function", "function": function}

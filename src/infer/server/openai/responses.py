@@ -152,7 +152,7 @@ class InputTokensBody(Body):
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        messages = [*ItemReader(self.tools, info.context).messages(self.input)]
+        messages = [*ItemReader(info.context).messages(self.input)]
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:

@@ -1,0 +1,256 @@
+"""Coding agents as their users start them, and a server whose model does a task with their tools.
+
+The model is a script, because no model of this size calls tools by itself. The script has steps,
+each of some calls; how many results stand in the prompt says which step is next. Everything else is
+real: the agent, HTTP, the APIs, the template, its adaptation, the parser, the prefix cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import threading
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from infer.cli.connect import AGENTS as CONNECTED
+from infer.cli.connect import find_target
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.input import InputProcessor
+from infer.engine.loop import EngineThread
+from infer.schedule.sequence import Plan, Sampled
+from infer.server.serve import Server, bind, url_of
+from infer.text.tokenizer import Tokenizer
+from infer.text.tools.call import ToolCall
+from infer.text.tools.formats import ToolFormat
+from infer.types.engine_limits import EngineLimits
+from tests.support.checkpoints import END_ID, write_tokenizer
+from tests.support.doubles import make_hash_core
+from tests.support.published_templates import SPECIAL, templates
+
+WINDOW = 600_000
+"""in bytes, which are the tests' tokens: about 150,000 tokens of a real vocabulary"""
+TEMPLATE = "llama.cpp/Qwen-Qwen3-0.6B"
+RESULT = "<tool_response>"
+ANSWER = "The secret was 42, and now it is 43."
+QUESTION = "Read note.txt, add one to the secret, and say what it was."
+NOTE = "The secret is 42.\n"
+Steps = Sequence[Sequence[tuple[str, dict[str, Any]]]]
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One agent: how it is started, and the task in terms of its tools."""
+
+    name: str
+    package: str
+    key: str
+    """its name in `infer connect`"""
+    arguments: list[str]
+    """beside those of `infer connect`: do the task, and ask nobody"""
+    steps: Steps
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def _steps(
+    shell: tuple[str, str], read: tuple[str, str], edit: tuple[str, dict[str, Any]], work: str
+) -> Steps:
+    """Look, read twice at once, read what is not there, edit. Each tool has its name and that of
+    its argument; `work` begins the paths of files."""
+    run, command = shell
+    look, path = read
+    return (
+        [(run, {command: "cat note.txt"})],
+        [(look, {path: f"{work}note.txt"}), (run, {command: "ls"})],
+        [(look, {path: f"{work}missing.txt"})],
+        [edit],
+    )
+
+
+OLD, NEW = "The secret is 42.", "The secret is 43."
+FILE = "{work}/note.txt"
+AGENTS = (
+    Agent(
+        "Codex",
+        "@openai/codex",
+        "codex",
+        ["exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox", QUESTION],
+        (
+            [("exec_command", {"cmd": "cat note.txt"})],
+            [("exec_command", {"cmd": "cat note.txt"}), ("exec_command", {"cmd": "ls"})],
+            [("exec_command", {"cmd": "cat missing.txt"})],
+            [("exec_command", {"cmd": "sed -i s/42/43/ note.txt"})],
+        ),
+    ),
+    Agent(
+        "Claude Code",
+        "@anthropic-ai/claude-code",
+        "claude",
+        ["--dangerously-skip-permissions", "-p", QUESTION],
+        _steps(
+            ("Bash", "command"),
+            ("Read", "file_path"),
+            ("Edit", {"file_path": FILE, "old_string": OLD, "new_string": NEW}),
+            "{work}/",
+        ),
+        {"IS_SANDBOX": "1"},
+    ),
+    Agent(
+        "Qwen Code",
+        "@qwen-code/qwen-code",
+        "qwen",
+        ["-y", "-p", QUESTION],
+        _steps(
+            ("run_shell_command", "command"),
+            ("read_file", "file_path"),
+            ("edit", {"file_path": FILE, "old_string": OLD, "new_string": NEW}),
+            "{work}/",
+        ),
+    ),
+    Agent(
+        "OpenCode",
+        "opencode-ai",
+        "opencode",
+        ["run", QUESTION],
+        _steps(
+            ("bash", "command"),
+            ("read", "filePath"),
+            ("edit", {"filePath": FILE, "oldString": OLD, "newString": NEW}),
+            "{work}/",
+        ),
+    ),
+)
+
+
+class AgentRunner:
+    """Says the calls of the step that is next, and the answer after the last one."""
+
+    def __init__(self, tokenizer: Tokenizer, way: ToolFormat, steps: Steps) -> None:
+        self._tokenizer = tokenizer
+        self._way = way
+        self._steps = steps
+        self._scripts: dict[str, list[int]] = {}
+        self.prompts: list[str] = []
+        """all prompts, in order"""
+
+    def execute(self, plan: Plan) -> list[Sampled]:
+        results = []
+        for chunk in plan:
+            if not chunk.samples:
+                continue
+            request = chunk.sequence.request
+            if request.request_id not in self._scripts:
+                ids = self._answer(request.prompt_token_ids)
+                self._scripts[request.request_id] = ids
+            script = self._scripts[request.request_id]
+            position = len(chunk.sequence.tokens) - len(request.prompt_token_ids)
+            results.append(Sampled(script[min(position, len(script) - 1)], None))
+        return results
+
+    def _answer(self, prompt_ids: tuple[int, ...]) -> list[int]:
+        prompt = self._tokenizer.decode(prompt_ids, skip_special_tokens=False)
+        self.prompts.append(prompt)
+        num_results, num_before, text = prompt.count(RESULT), 0, ANSWER
+        for step in self._steps:
+            if num_results <= num_before and QUESTION in prompt:
+                text = self._way.write([ToolCall(name, json.dumps(call)) for name, call in step])
+                break
+            num_before += len(step)
+        if prompt.rstrip().endswith("<think>"):
+            text = f"Hm.\n</think>\n\n{text}"
+        ids = self._tokenizer.encode(text, add_special_tokens=False, parse_special_tokens=True)
+        return [*ids, END_ID]
+
+
+@contextmanager
+def scripted_server(folder: Path, steps: Steps) -> Iterator[tuple[str, AgentRunner]]:
+    """A server of the script; yields its address and the runner."""
+    write_tokenizer(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    named = {name: SPECIAL[name] for name in ("bos_token", "eos_token")}
+    config |= {**named, "chat_template": templates()[TEMPLATE]}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.tool_use is not None
+    core = make_hash_core(
+        max_seq_len=WINDOW,
+        num_pages=4 * WINDOW // 16,
+        page_size=16,
+        max_num_batched_tokens=8192,
+    )
+    core.runner = runner = AgentRunner(tokenizer, tokenizer.tool_use.format, steps)
+    limits = EngineLimits(
+        vocab_size=tokenizer.vocab_size,
+        max_seq_len=WINDOW,
+        num_seats=core.scheduler.num_seats,
+        max_waiting_requests=core.scheduler.config.max_waiting_requests,
+    )
+    engine = AsyncLLM(EngineThread(core), InputProcessor(tokenizer, limits), "loop")
+    with bind(port=0) as sock:
+        listening = threading.Event()
+        server = Server(engine, sock, announce=lambda line: listening.set())
+        thread = threading.Thread(target=server.serve_until_stopped)
+        thread.start()
+        try:
+            assert listening.wait(60)
+            yield url_of(sock), runner
+        finally:
+            server.should_exit = True
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def installed(agent: Agent) -> Path:
+    """The folder of the agent's commands; it is installed there once."""
+    home = Path(os.environ.get("INFER_CLIENTS", Path.home() / ".cache" / "infer" / "clients"))
+    folder = home / f"agent-{agent.name.replace(' ', '-').lower()}"
+    if not (folder / "complete").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        subprocess.run(
+            ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), agent.package],
+            check=True,
+            capture_output=True,
+            timeout=900,
+        )
+        (folder / "complete").touch()
+    return folder / "node_modules" / ".bin"
+
+
+def run(agent: Agent, url: str, folder: Path) -> str:
+    """Start the agent in an empty home and a folder with a note; what it has printed."""
+    home, work = folder / "home", folder / "work"
+    home.mkdir(parents=True)
+    work.mkdir()
+    (work / "note.txt").write_text(NOTE, encoding="utf-8")
+    subprocess.run(["git", "init", "-q", str(work)], check=True)
+    how = CONNECTED[agent.key](find_target(url, None, None))
+    program, *options = how.command
+    system = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb"}
+    environment = {**system, **how.environment, **agent.environment}
+    done = subprocess.run(
+        [str(installed(agent) / program), *options, *agent.arguments],
+        cwd=work,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def finished(url: str) -> list[dict[str, Any]]:
+    """The requests that the server has answered, the first one first."""
+    with urllib.request.urlopen(f"{url}/v1/requests", timeout=30) as response:
+        listed: list[dict[str, Any]] = json.load(response)["data"]
+    return listed[::-1]

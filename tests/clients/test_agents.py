@@ -1,0 +1,38 @@
+"""Unmodified coding agents do a task: read, run, read what is not there, edit, answer"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.agents import AGENTS, ANSWER, QUESTION, Agent, finished, run, scripted_server
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
+
+
+def placed(value: Any, work: Path) -> Any:
+    """Steps with the folder's name in their paths."""
+    return json.loads(json.dumps(value).replace("{work}", str(work)))
+
+
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
+def test_a_task(agent: Agent, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    steps = placed(agent.steps, tmp_path / "task" / "work")
+    with scripted_server(tmp_path / "model", steps) as (url, runner):
+        said = run(agent, url, tmp_path / "task")
+        requests = finished(url)
+    assert ANSWER in said
+    assert (tmp_path / "task/work/note.txt").read_text(encoding="utf-8") == "The secret is 43.\n"
+    turns = [prompt for prompt in runner.prompts if QUESTION in prompt and "<tools>" in prompt]
+    assert len(turns) >= len(steps) + 1
+    assert all(request["outcome"] == "stop" for request in requests), requests
+    shares = [
+        request["cached_tokens"] / request["prompt_tokens"]
+        for request in requests
+        if request["prompt_tokens"] > 10_000
+    ]
+    assert min(shares[1 : len(steps) + 1]) > 0.98, shares
