@@ -51,9 +51,9 @@ LEVELS = (
         " main memory",
     ),
     Level(
-        "kernels text memory_pressure",
+        "kernels text memory_pressure requests",
         "packed and native operations; tokenizers, templates, grammars, tool calls; how much memory"
-        " there is room for",
+        " there is room for; the state of each request, from the events of steps",
     ),
     Level(
         "schedule models attention",

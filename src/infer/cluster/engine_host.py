@@ -38,7 +38,7 @@ from infer.cluster.scaling import EngineLoad
 from infer.engine.fleet.member import Loss, Member
 from infer.engine.fleet.router import MemberLoad
 from infer.types import StepOutput
-from infer.types.step_events import ComputedChunk, ForeignLoad, StepEvents
+from infer.types.step_events import ForeignLoad, StepEvents
 
 log = logging.getLogger(__name__)
 
@@ -351,9 +351,8 @@ class EngineHost:
     def _measure(self, step_events: StepEvents | None) -> None:
         if step_events is None:
             return
-        chunks = [e.num_tokens for e in step_events.events if isinstance(e, ComputedChunk)]
-        if chunks:
-            self._prompt_tokens = 0.98 * self._prompt_tokens + sum(chunks)
+        if num_prompt := step_events.num_prompt_tokens:
+            self._prompt_tokens = 0.98 * self._prompt_tokens + num_prompt
             took_s = step_events.ended_s - step_events.started_s
             self._prompt_s = 0.98 * self._prompt_s + took_s
 
