@@ -318,7 +318,8 @@ export class History {
       this.open.set(bar.number, bar);
       const before = bar.state;
       bar.set(row);
-      const { state, output, replica, since } = bar;
+      const { state } = row;
+      const { output, replica, since } = bar;
       const kind = state === "running" ? (output ? "decode" : "prompt") : state;
       const isSeated = state === "running";
       const hasMoved = isSeated && bar.last?.replica !== replica;
