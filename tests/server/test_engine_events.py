@@ -16,8 +16,8 @@ import pytest
 from infer.engine.client.async_llm import AsyncLLM
 from infer.requests.state import FoldedStep, RequestStates
 from infer.server import viewers as viewers_module
-from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.http.error_responses import HttpError
+from infer.server.route_table import EVENTS_PATH
 from infer.server.viewers import EngineViewers
 from infer.types import StepOutput
 from infer.types.step_events import (

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from infer.cli.engine_state import rows_of
-from infer.server.engine_endpoints import EVENTS_PATH
+from infer.server.route_table import EVENTS_PATH
 from tests.support.serving import App
 
 

@@ -357,7 +357,7 @@ class Front:
         peers = RelayedPeers(self._name, shared)
         fronts = SeveralFronts(self._name, limits, peers)
         app = create_app(engine, server, page=page, fronts=fronts)
-        self._answering = asyncio.create_task(peers.serve(app.state.desk))
+        self._answering = asyncio.create_task(peers.serve(app.state.views.own))
         return app
 
     def _member(self, description: Description, actor: Any) -> RemoteMember:
