@@ -127,7 +127,7 @@ class EngineActor:
             return
         self._loaded.set_result(None)
         while not self._stop.wait(BEAT_S):
-            self._host.beat()
+            self._host.heartbeat()
             for front in self._order.incomplete():
                 log.warning("a command of %s has been lost: its link is dropped", front)
                 self._host.detach(front)

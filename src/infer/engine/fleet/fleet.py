@@ -510,9 +510,9 @@ class Fleet:
 
     def _run(self) -> None:
         while not self._ended.wait(self._watch_s):
-            self.look()
+            self.check_health()
 
-    def look(self) -> None:
+    def check_health(self) -> None:
         """Move what silent members have, and what drains have left when they are over; called every
         `watch_s` seconds while there are several members or one drains."""
         with self._lock:
