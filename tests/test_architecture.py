@@ -80,11 +80,11 @@ LEVELS = (
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
-        " engine.client.waiting_tokens engine.build.memory_plan engine.build.draft_checkpoint"
+        " engine.build.memory_plan engine.build.draft_checkpoint"
         " engine.build.memory_ledger"
         " engine.build.fingerprints engine.fleet.routing",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
-        " viewers; which prompts wait for a seat; what fits into memory, beside other engines; the"
+        " viewers; what fits into memory, beside other engines; the"
         " draft model on the disk; which bits an engine computes; where the pages are",
     ),
     Level(

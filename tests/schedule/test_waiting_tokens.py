@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from infer import LLM
-from infer.engine.client.waiting_tokens import waiting_tokens_error
+from infer.engine.client.async_llm import waiting_tokens_error
 from infer.errors import OverloadedError
 from infer.requests.state import RequestStates
 from infer.types import Request, SamplingParams

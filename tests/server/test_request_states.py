@@ -200,6 +200,8 @@ def test_the_frames_are_those_of_this_server() -> None:
     )
     events = [it for each in stored() for frame in each["frames"] for it in frame.get("events", [])]
     assert {it["event"] for it in events} == {kind_of(event) for event in EXAMPLES}
+    assert {it["event"] for it in events if "duration" in it} == {"chunk"}
+    assert {it["event"] for it in events if "since_received" in it} == {"first_token"}
     assert any("restarted" in frame for each in stored() for frame in each["frames"])
     assert any("requests" in frame for each in stored() for frame in each["frames"])
 

@@ -17,14 +17,21 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from copy import copy
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 from infer.engine.client.engine_client import EngineClient
 from infer.engine.client.input import InputProcessor
 from infer.engine.client.mailbox import Mailbox, MailboxLimits, OpenRequest
 from infer.engine.client.output import OutputProcessor, collected
-from infer.engine.client.waiting_tokens import waiting_tokens_error
-from infer.errors import CancelledError, EngineDeadError, EngineError, OverloadedError, RequestError
+from infer.errors import (
+    CancelledError,
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    too_many_tokens,
+)
 from infer.requests.state import FoldedStep, RequestState, RequestStates
 from infer.text.untrusted.workers import Steps
 from infer.types import (
@@ -35,6 +42,7 @@ from infer.types import (
     TextDelta,
 )
 from infer.types.ends import end_of
+from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineStats, RequestCounters
 from infer.types.stats_summary import ServingStats
 from infer.types.step_events import StepEvents
@@ -456,3 +464,24 @@ class AsyncLLM:
                 return
             message = "the client reads too slowly: too much of the answer was waiting to be read"
             self.cancel(request_id, CancelledError(message, code="client_stalled"))
+
+
+def waiting_tokens_error(
+    limits: EngineLimits, states: RequestStates, prompt_lengths: Sequence[int]
+) -> OverloadedError | None:
+    """The error for further requests with prompts of these lengths in tokens; None if they may
+    wait. The scheduler would refuse them; here they have cost the engine nothing. `states`: of the
+    requests that it has. Those for whom seats are free do not count."""
+    if limits.max_waiting_tokens is None:
+        return None
+    waiting, num_seated = states.waiting(), states.count("running", "preempted")
+    free = limits.num_seats - num_seated
+    if limits.batching_mode == "static" and num_seated:
+        free = 0  # nobody joins a batch that runs
+    added = sum(prompt_lengths[max(0, free - len(waiting)) :])
+    if not added:
+        return None
+    num_tokens = states.num_tokens("waiting") - sum(islice(waiting.values(), max(0, free)))
+    if num_tokens + added <= limits.max_waiting_tokens:
+        return None
+    return too_many_tokens(num_tokens, added, limits.max_waiting_tokens)

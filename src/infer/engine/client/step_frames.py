@@ -211,7 +211,6 @@ class FrameBuilder:
         self._max_events = MAX_EVENTS if is_bounded else None
         self._clock = clock
         self._followed: dict[str, FollowedRequest] = {}
-        self._num_waiting = 0
         self._last_number: int | None = None
         self._frame = Frame()
         self._closed: list[Frame] = []
@@ -279,8 +278,7 @@ class FrameBuilder:
         return frames
 
     def _add_step(self, step_events: StepEvents) -> None:
-        number, started_s = step_events.number, step_events.started_s
-        member = step_events.member
+        number, member = step_events.number, step_events.member
         if member:
             number = 1 + (self._last_number or 0)  # the steps of all engines are counted
         elif self._last_number is not None and number < self._last_number:
@@ -293,7 +291,7 @@ class FrameBuilder:
         self._last_number = number
         row = StepRow(
             1,
-            started_s,
+            step_events.started_s,
             step_events.ended_s,
             step_events.num_sequences,
             step_events.num_prompt_tokens,
@@ -330,9 +328,9 @@ class FrameBuilder:
             if waiting is not None:
                 return
         if isinstance(event, ComputedChunk) and step.step is not None:
-            more["duration"] = round(1000 * (step.ended_s - step.step.started_s), 2)
+            more = {**more, "duration": round(1000 * (step.ended_s - step.step.started_s), 2)}
         elif isinstance(event, FirstToken):
-            more["since_received"] = round(1000 * (at_s - request.facts.received_s), 2)
+            more = {**more, "since_received": round(1000 * (at_s - request.facts.received_s), 2)}
         self._note(event, request, at_s, more)
 
     def _note(
