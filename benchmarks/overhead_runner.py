@@ -25,6 +25,7 @@ from infer.engine.client.input import InputProcessor
 from infer.engine.client.mailbox import Mailbox
 from infer.engine.client.output import OutputProcessor
 from infer.models.hub import SHIPPED_FOLDER
+from infer.requests.state import RequestStates
 from infer.runner.pack import Packer
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Chunk, Plan, Sequence
@@ -127,14 +128,16 @@ def text_parts(count: int, rounds: int) -> dict[str, float]:
         return statistics.median(times[3:]) * 1e6
 
     def trace() -> float:
-        traces = RequestTraces(without_engine(tokenizer))
+        traces, states = RequestTraces(without_engine(tokenizer)), RequestStates()
         for request in requests:
             traces.begin(request.request_id, RequestContext(), "", [request], 1)
+            traces.entered(request, states.add(request.request_id, 1))
         given, times, clock = outputs(), [], 0.0
         for number in range(rounds + 3):
             clock += random.uniform(0.01, 0.02)
             started = time.perf_counter()
-            traces.stepped(given, StepEvents(number, clock - 0.01, clock, count))
+            step = StepEvents(number, clock - 0.01, clock, count)
+            traces.stepped(states.stepped(given, step))
             times.append(time.perf_counter() - started)
         return statistics.median(times[3:]) * 1e6
 

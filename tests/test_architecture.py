@@ -51,9 +51,9 @@ LEVELS = (
         " main memory",
     ),
     Level(
-        "kernels text memory_pressure",
+        "kernels text memory_pressure requests",
         "packed and native operations; tokenizers, templates, grammars, tool calls; how much memory"
-        " there is room for",
+        " there is room for; the state of each request, from the events of steps",
     ),
     Level(
         "schedule models attention",
@@ -80,11 +80,11 @@ LEVELS = (
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
-        " engine.client.waiting_tokens engine.build.memory_plan engine.build.draft_checkpoint"
+        " engine.build.memory_plan engine.build.draft_checkpoint"
         " engine.build.memory_ledger"
         " engine.build.fingerprints engine.fleet.routing",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
-        " viewers; which prompts wait for a seat; what fits into memory, beside other engines; the"
+        " viewers; what fits into memory, beside other engines; the"
         " draft model on the disk; which bits an engine computes; where the pages are",
     ),
     Level(

@@ -17,7 +17,7 @@ SEATS = 3
 
 
 def steps_of(recording: dict[str, Any]) -> int:
-    return sum(row[0] for frame in recording["frames"] for row in frame.get("steps", []))
+    return sum(sum(frame["steps"]["count"]) for frame in recording["frames"] if "steps" in frame)
 
 
 @pytest.mark.slow
@@ -38,11 +38,11 @@ def test_a_recording_has_the_steps_of_generate() -> None:
         assert recording["hello"]["seats"] == (1 if mode == "sequential" else SEATS)
         assert summary["steps"] == steps[mode] == steps_of(recording)
         events = [event for frame in recording["frames"] for event in frame.get("events", [])]
-        names = {event[4] for event in events if event[0] == "queued"}
+        names = {event["name"] for event in events if event["event"] == "queued"}
         assert names == {f"request-{i}" for i in range(1, 6)}
-        assert sum(event[0] == "finished" for event in events) == 5
-        tokens = [pair for frame in recording["frames"] for pair in frame.get("tokens", [])]
-        assert sum(count for _, count in tokens) == summary["sampled_tokens"]
+        assert sum(event["event"] == "finished" for event in events) == 5
+        tokens = [frame.get("tokens", {}) for frame in recording["frames"]]
+        assert sum(sum(each.values()) for each in tokens) == summary["sampled_tokens"]
         assert (summary["padding"] is None) == (mode != "static")
         assert summary["first_token_p99_ms"] > 0
     assert steps["sequential"] > steps["static"] > steps["continuous"]

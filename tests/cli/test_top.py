@@ -26,43 +26,75 @@ from tests.support.serving import COMPLETIONS, completion_body, live
 HELLO = {"model": "m", "mode": "continuous", "seats": 2, "gap_bounds_ms": [1, 10]}
 
 
-def queued(number: int, name: str | None = "cmpl-x") -> list[Any]:
-    return ["queued", number, 0.0, 0, name, 0, 100, 50, 0.0]
+def told(event: str, number: int, after: float = 0.0, **fields: Any) -> dict[str, Any]:
+    return {"event": event, "request": number, "after": after, **fields}
+
+
+def queued(number: int, name: str | None = "cmpl-x", **more: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "name": name,
+        "choice": 0,
+        "prompt_tokens": 100,
+        "max_tokens": 50,
+        "received": 0.0,
+    }
+    return told("queued", number, waiting_before=0, running=0, behind=[], **facts, **more)
+
+
+def admitted(number: int, cached: int = 0, **more: Any) -> dict[str, Any]:
+    return told("admitted", number, cached_tokens=cached, of_tokens=100, **more)
+
+
+def steps_of(*rows: tuple[Any, ...]) -> dict[str, list[Any]]:
+    names = ["count", "pause", "duration", "sequences", "prompt_tokens", "free_pages"]
+    names += ["cached_pages", "replica", "number"]
+    return dict(zip(names, map(list, zip(*rows, strict=True)), strict=False))
+
+
+def running(number: int, name: str, **more: Any) -> dict[str, list[Any]]:
+    row = {
+        **{"request": number, "state": "running", "name": name, "choice": 1, "prompt_tokens": 10},
+        **{"max_tokens": 20, "received": 0.0, "cached_tokens": 0, "computed_tokens": 10},
+        **{"output_tokens": 4, **more},
+    }
+    return {key: [value] for key, value in row.items()}
 
 
 def test_a_state_follows_the_frames() -> None:
     state = EngineState()
     state.take("hello", HELLO)
-    state.take("frame", {"at": 0.0, "requests": [], "gauges": {"running": 0}})
+    state.take("frame", {"at": 0.0, "requests": {}, "gauges": {"running": 0}})
     state.take("frame", {"at": 10.0, "events": [queued(1), queued(2, None), queued(3)]})
-    events = [["admitted", 1, 0.0, 16, 100], ["admitted", 2, 0.0, 0, 100]]
-    events += [["chunk", 1, 0.0, 16, 40, 5.0], ["first_token", 2, 6.0, 30.0]]
+    events = [admitted(1, 16), admitted(2), told("chunk", 1, from_token=16, tokens=40, duration=5)]
+    events.append(told("first_token", 2, 6.0, since_received=30.0))
     state.take(
         "frame",
         {
-            **{"at": 20.0, "number": 7, "steps": [[1, 0.0, 5.0, 2, 140, 90, 9]]},
-            **{"events": events, "tokens": [[2, 1]], "gaps": [1, 2, 1]},
+            **{"at": 20.0, "number": 7, "steps": steps_of((1, 0.0, 5.0, 2, 140, 90, 9))},
+            **{"events": events, "tokens": {"2": 1}, "gaps": [1, 2, 1]},
         },
     )
     one, two, three = state.requests.values()
-    assert (one.state, one.seat, one.num_cached, one.num_computed) == ("running", 0, 16, 56)
-    assert (two.seat, two.num_output, two.name) == (1, 1, None)
-    assert (three.state, three.seat) == ("waiting", None)
+    assert (one.state.status, one.seat) == ("running", 0)
+    assert (one.state.num_cached, one.state.num_computed) == (16, 56)
+    assert (two.seat, two.state.num_output, two.name) == (1, 1, None)
+    assert (three.state.status, three.seat) == ("waiting", None)
     assert (state.number, state.now_ms) == (8, 25.0)
     assert state.rate(state.output) == 0.2
     assert [state.gap_percentile(share) for share in (0.2, 0.5, 1.0)] == [1, 10, float("inf")]
-    state.take("frame", {"at": 30.0, "events": [["preempted", 2, 0.0, 60, 1]]})
-    assert (two.state, two.seat, two.num_computed) == ("preempted", None, 0)
-    state.take("frame", {"at": 31.0, "events": [["finished", 1, 0.0, "stop", 5]]})
-    state.take("frame", {"at": 32.0, "events": [["admitted", 3, 0.0, 0, 100]]})
+    state.take("frame", {"at": 30.0, "events": [told("preempted", 2, lost_tokens=60)]})
+    assert (two.state.status, two.seat, two.state.num_computed) == ("preempted", None, 0)
+    ended = told("finished", 1, outcome="stop", output_tokens=5)
+    state.take("frame", {"at": 31.0, "events": [ended, told("invented", 2)]})
+    state.take("frame", {"at": 32.0, "events": [admitted(3)]})
     assert three.seat == 0
-    state.take("frame", {"at": 40.0, "restarted": True, "number": 0, "steps": []})
-    assert {request.state for request in state.requests.values()} == {"waiting"}
+    state.take("frame", {"at": 40.0, "restarted": True, "number": 0, "steps": {}})
+    assert {request.state.status for request in state.requests.values()} == {"waiting"}
+    assert {request.seat for request in state.requests.values()} == {None}
     left_out = {"frames": 3, "steps": 9, "events": 0}
-    row = [9, "running", "cmpl-y", 1, 10, 20, 0.0, 0, 10, 4]
-    state.take("frame", {"at": 50.0, "requests": [row], "left_out": left_out})
-    assert list(state.requests) == [9]
-    assert (state.requests[9].num_output, state.requests[9].seat) == (4, 0)
+    state.take("frame", {"at": 50.0, "requests": running(9, "cmpl-y"), "left_out": left_out})
+    assert list(state.requests) == ["9"]
+    assert (state.requests["9"].state.num_output, state.requests["9"].seat) == (4, 0)
     assert state.num_left_out == 3
     state.take("frame", {"at": 90_000.0})
     assert not state.steps
@@ -88,17 +120,17 @@ def test_replicas_have_seats_steps_and_pages_of_their_own() -> None:
     state.take("hello", {**HELLO, "seats": 4})
     replicas = {"replica-1": gauges_of(True, 1), "replica-2": gauges_of(True, 2)}
     gauges = {**gauges_of(True, 3), "pages": 200, "free_pages": 170, "replicas": replicas}
-    events = [[*queued(number), f"replica-{1 + number // 2}"] for number in (1, 2, 3)]
-    events += [["admitted", 1, 0.0, 0, 9, "replica-1"], ["admitted", 2, 0.0, 0, 9, "replica-2"]]
-    events += [["admitted", 3, 0.0, 0, 9, "replica-2"]]
-    steps = [[1, 0.0, 8.0, 1, 9, 90, 5, "replica-1", 31]]
-    steps += [
-        [1, -6.0, 5.0, 2, 9, 80, 5, "replica-2", 7],
-        [1, 1.0, 2.0, 2, 0, 80, 5, "replica-2", 8],
-    ]
+    where = {number: f"replica-{1 + number // 2}" for number in (1, 2, 3)}
+    events = [queued(number, replica=replica) for number, replica in where.items()]
+    events += [admitted(number, replica=replica) for number, replica in where.items()]
+    steps = steps_of(
+        (1, 0.0, 8.0, 1, 9, 90, 5, "replica-1", 31),
+        (1, -6.0, 5.0, 2, 9, 80, 5, "replica-2", 7),
+        (1, 1.0, 2.0, 2, 0, 80, 5, "replica-2", 8),
+    )
     frame = {"at": 10.0, "number": 4, "steps": steps, "events": events, "gauges": gauges}
-    state.take("frame", {**frame, "tokens": [[1, 1], [2, 1], [3, 1]]})
-    seats = [(each.replica, each.seat) for each in state.requests.values()]
+    state.take("frame", {**frame, "tokens": {"1": 1, "2": 1, "3": 1}})
+    seats = [(each.state.member, each.seat) for each in state.requests.values()]
     assert seats == [("replica-1", 0), ("replica-2", 0), ("replica-2", 1)]
     assert (state.number, state.now_ms) == (7, 20.0)
     assert [step.num_sequences for step in state.steps_of("replica-2")] == [2, 2]
@@ -111,17 +143,18 @@ def test_replicas_have_seats_steps_and_pages_of_their_own() -> None:
     assert "rows 2" in text
     # One of them dies; its request goes on at the other.
     gauges["replicas"] = {"replica-1": gauges_of(False, 0), "replica-2": gauges_of(True, 3)}
-    moved = [["resumed", 1, 0.0, 0, "replica-2"], ["admitted", 1, 1.0, 0, 9, "replica-2"]]
+    moved = [told("resumed", 1, waiting_before=0, running=2, replica="replica-2")]
+    moved.append(admitted(1, replica="replica-2"))
     state.take("frame", {"at": 30.0, "events": moved, "gauges": gauges})
-    assert (state.requests[1].replica, state.requests[1].seat) == ("replica-2", 2)
+    assert (state.requests["1"].state.member, state.requests["1"].seat) == ("replica-2", 2)
     assert "not ready" in shown(state)
     narrow = shown(state, 80)
     assert "…" not in narrow, "80 columns are enough for all that is shown in them"
     assert re.search(r"replica-2 +ready +3 +0 +30% of 100", narrow)
     assert re.search(r"replica-2 +3 +cmpl-\S* +running", narrow)
-    row = [1, "running", "cmpl-x", 0, 10, 20, 0.0, 0, 10, 4, "replica-1"]
-    state.take("frame", {"at": 50.0, "requests": [row]})
-    assert (state.requests[1].replica, state.requests[1].seat) == ("replica-1", 0)
+    moved_back = running(1, "cmpl-x", replica="replica-1")
+    state.take("frame", {"at": 50.0, "requests": moved_back})
+    assert (state.requests["1"].state.member, state.requests["1"].seat) == ("replica-1", 0)
 
 
 def test_one_engine_has_no_column_for_replicas() -> None:

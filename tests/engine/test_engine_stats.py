@@ -54,7 +54,7 @@ def test_a_counter_is_added_to_itself_alone(name: str) -> None:
         for n in (3, 6)
     )
     assert one.plus(one) == twice
-    assert twice.plus(one, -1) == one
+    assert twice.minus(one) == one
 
 
 def test_whatever_the_scheduler_counts_is_reported() -> None:

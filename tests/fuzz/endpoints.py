@@ -16,8 +16,8 @@ from urllib.parse import quote
 from hypothesis import strategies as st
 
 from infer.server.app import create_app
-from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.openai.openapi import document
+from infer.server.route_table import EVENTS_PATH
 from infer.server.settings import ServerSettings
 from tests.fuzz.call import MODEL, Call
 from tests.support.doubles import make_hash_llm

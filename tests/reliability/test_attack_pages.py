@@ -11,8 +11,8 @@ from starlette.routing import Route
 
 from infer.errors import ConfigError
 from infer.server.app import create_app
-from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.http.hosts import HostGuard
+from infer.server.route_table import EVENTS_PATH
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from infer.server.viewers import MAX_VIEWERS

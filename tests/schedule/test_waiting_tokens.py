@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from infer import LLM
-from infer.engine.client.waiting_tokens import WaitingTokens
+from infer.engine.client.async_llm import waiting_tokens_error
 from infer.errors import OverloadedError
+from infer.requests.state import RequestStates
 from infer.types import Request, SamplingParams
-from infer.types.step_events import StepEvents
 from tests.support.doubles import (
     launch_hash_llm,
     limits_of,
@@ -86,43 +86,38 @@ def test_the_facade_counts_as_the_scheduler_does(mode: str) -> None:
         core = make_hash_core(
             batching_mode=mode, max_batch_size=r.choice([1, 2, 5]), max_waiting_tokens=30
         )
-        facade = WaitingTokens(limits_of(core))
+        limits, facade = limits_of(core), RequestStates()
         for i in range(60):
             made = request(f"r{i}", r.randrange(1, 20), r.randrange(1, 6))
-            expected = facade.error((len(made.prompt_token_ids),))
+            num_prompt = len(made.prompt_token_ids)
+            expected = waiting_tokens_error(limits, facade, (num_prompt,))
             if expected is None:
                 core.add(made)
-                facade.add(made)
+                facade.add(made.request_id, num_prompt)
             else:
                 num_refused += 1
                 with pytest.raises(OverloadedError, match=re.escape(str(expected))):
                     core.add(made)
             while r.random() < 0.5:
                 outputs = core.step(flush=True)
-                if core.step_events is not None:
-                    facade.stepped(core.step_events)
-                for output in outputs:
-                    if output.finish_reason is not None:
-                        facade.leave(output.request_id)
+                facade.stepped(outputs, core.step_events)
     assert num_refused > 100
 
 
 def test_several_choices_wait_together_or_not_at_all() -> None:
     limits = dataclasses.replace(limits_of(make_hash_core()), num_seats=1, max_waiting_tokens=10)
-    facade = WaitingTokens(limits)
-    assert facade.error((5, 5, 5)) is None  # one of them has a seat
-    assert isinstance(facade.error((5, 5, 5, 5)), OverloadedError)
-    facade.add(request("a", 50))
-    assert isinstance(facade.error((6, 6)), OverloadedError)
-    assert facade.error((6,)) is None
+    facade = RequestStates()
+    assert waiting_tokens_error(limits, facade, (5, 5, 5)) is None  # one of them has a seat
+    assert isinstance(waiting_tokens_error(limits, facade, (5, 5, 5, 5)), OverloadedError)
+    facade.add("a", 50)
+    assert isinstance(waiting_tokens_error(limits, facade, (6, 6)), OverloadedError)
+    assert waiting_tokens_error(limits, facade, (6,)) is None
 
 
 def test_without_a_limit_nothing_is_counted() -> None:
-    facade = WaitingTokens(limits_of(make_hash_core()))
-    facade.add(request("a", 50))
-    facade.stepped(StepEvents(1, 0.0, 0.0, 0))
-    facade.leave("a")
-    assert facade.error((10**9,)) is None
+    facade = RequestStates()
+    facade.add("a", 50)
+    assert waiting_tokens_error(limits_of(make_hash_core()), facade, (10**9,)) is None
 
 
 def test_async_callers_get_the_typed_error_before_the_engine_has_the_request() -> None:

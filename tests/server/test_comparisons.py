@@ -11,8 +11,8 @@ import pytest
 
 from infer.errors import DeadlineError, EngineError
 from infer.server.comparisons import ComparisonBody, Comparisons
-from infer.server.engine_endpoints import COMPARISONS_PATH
 from infer.server.http.error_responses import HttpError
+from infer.server.route_table import COMPARISONS_PATH
 from tests.support.doubles import held_runner, make_hash_llm
 from tests.support.serving import COMPLETIONS, App, all_open, completion_body, with_app
 from tests.support.tenants import make

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from infer.engine.client.async_llm import AsyncLLM
+from infer.requests.state import FoldedStep, RequestStates
 from infer.server import viewers as viewers_module
-from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.http.error_responses import HttpError
+from infer.server.route_table import EVENTS_PATH
 from infer.server.viewers import EngineViewers
 from infer.types import StepOutput
 from infer.types.step_events import (
@@ -29,7 +30,7 @@ from infer.types.step_events import (
     StepEvents,
 )
 from tests.support.doubles import held_runner, launch_hash_llm, make_hash_llm, pid_of, thread_of
-from tests.support.engine_watcher import Watcher, watching
+from tests.support.engine_watcher import Watcher, entries_of, watching
 from tests.support.serving import COMPLETIONS, App, Reply, completion_body, serving, with_app
 from tests.support.tenants import make
 
@@ -41,14 +42,13 @@ class Spy:
 
     def __init__(self, engine: AsyncLLM) -> None:
         self.told: list[tuple[list[StepOutput], StepEvents | None]] = []
-        observer = engine._observer
-        assert observer is not None
-        self._stepped = observer.stepped
-        observer.stepped = self.stepped  # type: ignore[method-assign]
+        states = engine._states
+        self._stepped = states.stepped
+        states.stepped = self.stepped  # type: ignore[method-assign,assignment]
 
-    def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
-        self.told.append((outputs, step_events))
-        self._stepped(outputs, step_events)
+    def stepped(self, outputs: list[StepOutput], step: StepEvents | None) -> FoldedStep:
+        self.told.append((outputs, step))
+        return self._stepped(outputs, step)
 
     @property
     def steps(self) -> list[StepEvents]:
@@ -56,7 +56,7 @@ class Spy:
 
 
 def all_finished(watcher: Watcher, number: int) -> bool:
-    return sum(event[0] == "finished" for event in watcher.all("events")) == number
+    return len(watcher.events_of("finished")) == number
 
 
 def steps_of(frames: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -64,7 +64,8 @@ def steps_of(frames: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     steps = []
     for frame in frames:
         number, at_ms = frame.get("number", 0), frame["at"]
-        for count, pause, duration, *rest in frame.get("steps", []):
+        for row in entries_of(frame, "steps"):
+            count, pause, duration, *rest = row.values()
             number += count
             at_ms += pause
             steps.append((number, round(at_ms, 1), duration, *rest))
@@ -72,19 +73,26 @@ def steps_of(frames: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return steps
 
 
-def told(event: RequestEvent, step: StepEvents, number: int) -> list[Any] | None:
+def told(event: RequestEvent, step: StepEvents, number_of: dict[str, int]) -> dict[str, Any]:
     """An event of a step as a frame has it, without its time."""
+    base: dict[str, Any] = {"request": number_of[event.request_id]}
     match event:
         case Queued():
-            return ["queued", number, event.num_before]
+            behind = [number_of[name] for name in event.behind]
+            more = {"waiting_before": event.num_before, "running": event.num_running}
+            return {"event": "queued", **base, **more, "behind": behind}
         case Admitted():
-            return ["admitted", number, event.num_cached, event.num_tokens]
+            more = {"cached_tokens": event.num_cached, "of_tokens": event.num_tokens}
+            return {"event": "admitted", **base, **more}
         case ComputedChunk():
             step_ms = round(1000 * (step.ended_s - step.started_s), 2)
-            return ["chunk", number, event.start, event.num_tokens, step_ms]
+            more = {"from_token": event.start, "tokens": event.num_tokens}
+            return {"event": "chunk", **base, **more, "duration": step_ms}
         case Preempted():
-            return ["preempted", number, event.num_lost]
-    return None
+            needed_by = [number_of[name] for name in (event.needed_by,) if name]
+            more = {"lost_tokens": event.num_lost}
+            return {"event": "preempted", **base, **more, "needed_by": needed_by}
+    raise AssertionError(f"an event that the load does not have: {event}")
 
 
 def test_exactly_the_steps() -> None:
@@ -108,7 +116,7 @@ def test_exactly_the_steps() -> None:
             replies = await asyncio.gather(*(app.post(COMPLETIONS, body) for body in bodies))
             await watcher.until(partial(all_finished, watcher, len(bodies)))
             names = {reply.json()["id"] for reply in replies}
-            numbers = {e[4]: e[1] for e in watcher.all("events") if e[0] == "queued"}
+            numbers = {e["name"]: e["request"] for e in watcher.events_of("queued")}
             assert numbers.keys() == names
             assert set(numbers.values()) == set(range(1, 13))
             check_steps(watcher, spy)
@@ -136,29 +144,32 @@ def check_events(watcher: Watcher, spy: Spy, numbers: dict[str, int]) -> None:
     happened = [(event, step) for _, step in spy.told if step for event in step.events]
     ids = {event.request_id for event, _ in happened if not isinstance(event, BatchEvent)}
     number_of = {name: number for name in ids for own, number in numbers.items() if own in name}
-    expected: list[Any] = []
+    expected: list[dict[str, Any]] = []
     tokens: dict[int, int] = {}
     for outputs, step in spy.told:
         for event in step.events if step is not None else ():
             assert step is not None
             assert not isinstance(event, BatchEvent), "the mode is not static"
-            expected.append(told(event, step, number_of[event.request_id]))
+            expected.append(told(event, step, number_of))
         for output in outputs:
             number = number_of[output.request_id]
             tokens[number] = tokens.get(number, 0) + 1
             if tokens[number] == 1:
-                expected.append(["first_token", number])
+                cached = {"cached_tokens": output.num_cached}
+                expected.append({"event": "first_token", "request": number, **cached})
             if output.finish_reason is not None:
-                expected.append(["finished", number, "length", tokens[number]])
-    lengths = {"queued": 3, "preempted": 3, "first_token": 2}
-    found = [[e[0], e[1], *e[3:]][: lengths.get(e[0])] for e in watcher.all("events")]
+                end = {"outcome": "length", "output_tokens": tokens[number]}
+                expected.append({"event": "finished", "request": number, **end})
+    beside = {"after", "since_received"}
+    beside |= {"name", "choice", "prompt_tokens", "max_tokens", "received"}
+    found = [{n: v for n, v in e.items() if n not in beside} for e in watcher.all("events")]
     assert found == expected
-    assert {e[0] for e in found} == {
+    assert {e["event"] for e in found} == {
         *("queued", "admitted", "chunk", "first_token", "preempted", "finished"),
     }
     counted: dict[int, int] = {}
     for number, count in watcher.all("tokens"):
-        counted[number] = counted.get(number, 0) + count
+        counted[int(number)] = counted.get(int(number), 0) + count
     assert counted == tokens
     gaps = sum(sum(frame.get("gaps", [])) for frame in watcher.frames)
     assert gaps == sum(tokens.values()) - len(tokens)
@@ -172,16 +183,16 @@ def test_requests_that_were_there_before() -> None:
         asking = [asyncio.ensure_future(app.post(COMPLETIONS, body)) for _ in range(2)]
         assert await asyncio.to_thread(arrived.wait, 10)
         async with watching(app) as watcher:
-            [one, two] = watcher.frames[0]["requests"]
-            assert [one[0], two[0]] == [1, 2]
-            assert one[1] == "waiting"  # the engine has not reported a step yet
-            assert one[5] == 5
+            [one, two] = entries_of(watcher.frames[0], "requests")
+            assert [one["request"], two["request"]] == [1, 2]
+            assert one["state"] == "waiting"  # the engine has not reported a step yet
+            assert one["max_tokens"] == 5
             opened.set()
             names = {(await each).json()["id"] for each in asking}
-            assert {one[2], two[2]} == names
+            assert {one["name"], two["name"]} == names
             await watcher.until(partial(all_finished, watcher, 2))
         async with watching(app) as watcher:
-            assert watcher.frames[0]["requests"] == []
+            assert watcher.frames[0]["requests"] == {}
             assert watcher.frames[0]["gauges"]["running"] == 0
 
     with_app(make_hash_llm(max_batch_size=1, runner=runner), use)
@@ -203,7 +214,7 @@ def test_a_key_never_sees_the_name_of_anothers_request(tmp_path: Path) -> None:
             for watcher in (of_one, of_two, of_all):
                 await watcher.until(partial(all_finished, watcher, 2))
         names = {
-            who: [e[4] for e in watcher.all("events") if e[0] == "queued"]
+            who: [e["name"] for e in watcher.events_of("queued")]
             for who, watcher in (("one", of_one), ("two", of_two), ("all", of_all))
         }
         assert names == {"one": [mine, None], "two": [None, theirs], "all": [mine, theirs]}
@@ -369,16 +380,16 @@ def test_a_slow_viewer_gets_fewer_frames_and_then_the_state(
             gate.clear()
             body = completion_body(prompt=LONG, max_tokens=350, ignore_eos=True)
             assert (await app.post(COMPLETIONS, body)).status == 200
-            await quick.until(lambda: any(e[0] == "finished" for e in quick.all("events")))
+            await quick.until(lambda: bool(quick.events_of("finished")))
             assert "left_out" not in str(quick.frames)
             num_read = len(watcher.frames)
             gate.set()
             await watcher.until(lambda: any("left_out" in it for it in watcher.frames[num_read:]))
             last = watcher.frames[-1]
-            assert last["requests"] == []
+            assert last["requests"] == {}
             assert last["gauges"]["running"] == 0
-            steps = sum(row[0] for row in watcher.all("steps")) + last["left_out"]["steps"]
-            assert steps == sum(row[0] for row in quick.all("steps"))
+            steps = sum(row["count"] for row in watcher.all("steps")) + last["left_out"]["steps"]
+            assert steps == sum(row["count"] for row in quick.all("steps"))
             events = len(watcher.all("events")) + last["left_out"]["events"]
             assert events == len(quick.all("events"))
             assert last["left_out"]["frames"] > 0
@@ -399,13 +410,13 @@ def test_an_engine_that_dies_is_an_event() -> None:
             assert reply.status == 200
             trace = (await app.get(f"/v1/requests/{reply.json()['id']}")).json()
             assert trace["restarts"] == 1
-            await watcher.until(lambda: any(e[0] == "finished" for e in watcher.all("events")))
+            await watcher.until(lambda: bool(watcher.events_of("finished")))
             [at] = [i for i, frame in enumerate(watcher.frames) if frame.get("restarted")]
             events = [event for frame in watcher.frames[at:] for event in frame.get("events", [])]
-            kinds = [event[0] for event in events]
+            kinds = [event["event"] for event in events]
             assert kinds[:3] == ["resumed", "admitted", "chunk"]
             assert kinds[-1] == "finished"
-            assert {event[1] for event in events} == {1}
+            assert {event["request"] for event in events} == {1}
             assert steps_of(watcher.frames[at:])[0][0] < 3
             assert watcher.frames[-1].get("gauges", {"restarts": 1})["restarts"] == 1
 
@@ -451,9 +462,9 @@ def test_a_client_that_leaves_ends_its_request() -> None:
             await watcher.until(lambda: bool(watcher.all("tokens")))
             leave.set()
             await asking
-            await watcher.until(lambda: any(e[0] == "finished" for e in watcher.all("events")))
-            [end] = [e for e in watcher.all("events") if e[0] == "finished"]
-            assert end[3] == "disconnected"
+            await watcher.until(lambda: bool(watcher.events_of("finished")))
+            [end] = watcher.events_of("finished")
+            assert end["outcome"] == "disconnected"
 
     with_app(make_hash_llm(step_s=0.002), use)
 
@@ -465,7 +476,7 @@ def test_the_traffic_is_bounded() -> None:
     marks: list[tuple[float, int]] = []
 
     async def feed(app: App, watcher: Watcher) -> int:
-        traces, number = app.app.state.traces, 0
+        traces, states, number = app.app.state.traces, RequestStates(), 0
         [name] = traces._choices
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -473,7 +484,8 @@ def test_the_traffic_is_bounded() -> None:
             for _ in range(number, round(10_000 * (loop.time() - began_s))):
                 number += 1
                 chunk = ComputedChunk(name, 12345, 128)
-                traces.stepped([], StepEvents(number, 1.0, 1.1, 32, (chunk,), 4096, 128))
+                step = StepEvents(number, 1.0, 1.1, 32, (chunk,), 4096, 128)
+                traces.stepped(states.stepped([], step))
             marks.append((loop.time(), watcher.num_bytes))
             await asyncio.sleep(0.002)
         return number
@@ -489,15 +501,14 @@ def test_the_traffic_is_bounded() -> None:
             assert watcher.num_bytes > 30_000
 
             def all_told() -> bool:
-                return sum(row[0] for row in watcher.all("steps")) == number
+                return sum(row["count"] for row in watcher.all("steps")) == number
 
             await watcher.until(all_told)
             left_out = sum(f.get("left_out", {"events": 0})["events"] for f in watcher.frames)
-            chunks = [e for e in watcher.all("events") if e[0] == "chunk"]
-            assert left_out + len(chunks) >= number
+            assert left_out + len(watcher.events_of("chunk")) >= number
             opened.set()
             assert (await asking).status == 200
-            assert any(len(frame.get("requests", [])) == 1 for frame in watcher.frames)
+            assert any(len(entries_of(frame, "requests")) == 1 for frame in watcher.frames)
             await watcher.until(lambda: watcher.frames[-1].get("gauges", {}).get("open") == 0)
 
     with_app(make_hash_llm(runner=runner), use)
@@ -509,15 +520,15 @@ def test_static_batches() -> None:
             body = completion_body(prompt=LONG, max_tokens=6, ignore_eos=True)
             await asyncio.gather(*(app.post(COMPLETIONS, body) for _ in range(4)))
             await watcher.until(lambda: len(watcher.all("batches")) == 4)
-            kinds = [batch[0] for batch in watcher.all("batches")]
+            kinds = [batch["event"] for batch in watcher.all("batches")]
             assert kinds == ["formed", "ended", "formed", "ended"]
-            ids = [batch[1] for batch in watcher.all("batches")]
+            ids = [batch["batch_id"] for batch in watcher.all("batches")]
             assert ids == [ids[0], ids[0], ids[2], ids[2]]
             formed, ended = watcher.all("batches")[:2]
-            assert formed[3] == 2
-            prompt = next(e[6] for e in watcher.all("events") if e[0] == "queued")
-            assert formed[4:6] == [2 * prompt, 2 * prompt]
-            assert ended[3] == formed[4] + 2 * 6
+            assert formed["requests"] == 2
+            prompt = watcher.events_of("queued")[0]["prompt_tokens"]
+            assert formed["prompt_tokens"] == formed["padded_tokens"] == 2 * prompt
+            assert ended["tokens"] == formed["prompt_tokens"] + 2 * 6
 
     with_app(make_hash_llm(batching_mode="static", max_batch_size=2), use)
 
@@ -537,7 +548,7 @@ def test_an_engine_in_a_thread_has_pages_in_its_steps() -> None:
         async with watching(app) as watcher:
             assert (await app.post(COMPLETIONS, completion_body(prompt=LONG))).status == 200
             await watcher.until(lambda: bool(watcher.all("steps")))
-            assert watcher.all("steps")[0][5] < core.scheduler.allocator.num_usable
-            await watcher.until(lambda: watcher.all("steps")[-1][6] > 0)
+            assert watcher.all("steps")[0]["free_pages"] < core.scheduler.allocator.num_usable
+            await watcher.until(lambda: watcher.all("steps")[-1]["cached_pages"] > 0)
 
     with_app(make_hash_llm(), use)

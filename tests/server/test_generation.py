@@ -14,12 +14,12 @@ import pytest
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.server import generation
-from infer.server.app import GENERATING
 from infer.server.openai.answer_parts import TokenUsage, wire_reason
 from infer.server.openai.events import NOTHING_YET, dump, event
 from infer.server.openai.generating_api import OnMessage, Part
 from infer.server.openai.schema import GeneratingBody
 from infer.server.openai.to_engine import in_callers_names, requests_of
+from infer.server.route_table import GENERATING
 from infer.text.untrusted.workers import Steps
 from infer.types import Request, RequestOutput, SamplingParams, TextDelta
 from tests.support.doubles import make_hash_llm

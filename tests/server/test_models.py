@@ -21,8 +21,8 @@ from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
 from infer.server.app import create_app, layers
-from infer.server.engine_endpoints import EVENTS_PATH
 from infer.server.multi_model import ModelRouter, configs_of, public_reason
+from infer.server.route_table import EVENTS_PATH
 from infer.server.serve import log_on_stderr
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys

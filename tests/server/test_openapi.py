@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from infer.server.engine_endpoints import COMPARISONS_PATH, EVENTS_PATH
 from infer.server.openai import ignored_fields
 from infer.server.openai.schema_base import Wire
+from infer.server.route_table import COMPARISONS_PATH, EVENTS_PATH
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import App, check_documented, code_at, with_app

@@ -15,11 +15,12 @@ from infer.cli.engine_state import EngineState
 from infer.cli.explain import write
 from infer.engine.client.step_frames import MAX_STEPS, FrameBuilder, FrameWriter, StepRow
 from infer.engine.process.launch import FleetSettings
+from infer.requests.state import FoldedStep
 from infer.server.http.context import RequestContext
 from infer.server.observe.request_trace import MAX_REPLICAS, RequestTrace
 from infer.types.step_events import StepEvents
 from tests.support.doubles import launch_hash_llm, processes_of
-from tests.support.engine_watcher import Watcher, watching
+from tests.support.engine_watcher import Watcher, entries_of, watching
 from tests.support.serving import COMPLETIONS, App, completion_body, serving
 
 NAMES = ["replica-1", "replica-2"]
@@ -31,9 +32,9 @@ def test_steps_of_two_engines_are_never_one_row() -> None:
     for index in range(5 * MAX_STEPS):
         name = NAMES[index % 3 > 0]  # one of them is twice as fast
         numbers[name] += 1
-        builder.stepped(
-            [], StepEvents(numbers[name], index, index + 1.5, 1, (), numbers[name], 7, member=name)
-        )
+        number = numbers[name]
+        step = StepEvents(number, index, index + 1.5, 1, (), number, 7, member=name)
+        builder.stepped(FoldedStep(step, step.ended_s))
     [frame] = builder.take()
     assert len(frame.rows) <= MAX_STEPS
     assert frame.num_steps == 5 * MAX_STEPS
@@ -43,21 +44,21 @@ def test_steps_of_two_engines_are_never_one_row() -> None:
         # The number is that of the last step of the row, and the pages are those after it.
         so_far = list(itertools.accumulate(row.num_steps for row in rows))
         assert so_far == [row.number for row in rows] == [row.num_free_pages for row in rows]
-    fields = FrameWriter(0.0, lambda facts: True).fields(frame, 0.0)
-    assert {tuple(row[7:9]) for row in fields["steps"]} == {
-        (row.member, row.number) for row in frame.rows
-    }
+    steps = FrameWriter(0.0, lambda facts: True).fields(frame, 0.0)["steps"]
+    told = list(zip(steps["replica"], steps["number"], strict=True))
+    assert told == [(row.member, row.number) for row in frame.rows]
 
 
 def test_rows_of_one_engine_are_merged_as_neighbours() -> None:
     builder = FrameBuilder(lambda name: None)
     for number in range(1, MAX_STEPS + 2):
-        builder.stepped([], StepEvents(number, number, number + 1, 2, (), 9, 3))
+        step = StepEvents(number, number, number + 1, 2, (), 9, 3)
+        builder.stepped(FoldedStep(step, step.ended_s))
     [frame] = builder.take()
     assert frame.rows[0] == StepRow(2, 1, 3, 4, 0, 9, 3, "", 2)
     assert frame.rows[-1] == StepRow(1, MAX_STEPS + 1, MAX_STEPS + 2, 2, 0, 9, 3, "", MAX_STEPS + 1)
     steps = FrameWriter(0.0, lambda facts: True).fields(frame, 0.0)["steps"]
-    assert {len(row) for row in steps} == {7}, "one engine has no name in its rows"
+    assert not {"replica", "number"} & steps.keys(), "one engine has no name in its rows"
 
 
 def rows_of(frames: list[dict[str, Any]]) -> dict[str, list[tuple[float, float, int, int]]]:
@@ -65,9 +66,11 @@ def rows_of(frames: list[dict[str, Any]]) -> dict[str, list[tuple[float, float, 
     found: dict[str, list[tuple[float, float, int, int]]] = {}
     for frame in frames:
         at_ms = frame["at"]
-        for count, pause, duration, _, _, _, _, name, number in frame.get("steps", []):
-            began_ms, at_ms = at_ms + pause, at_ms + pause + duration
-            found.setdefault(name, []).append((began_ms, at_ms, count, number))
+        for row in entries_of(frame, "steps"):
+            began_ms = at_ms + row["pause"]
+            at_ms = began_ms + row["duration"]
+            told = (began_ms, at_ms, row["count"], row["number"])
+            found.setdefault(row["replica"], []).append(told)
     return found
 
 
@@ -81,9 +84,9 @@ async def end_one(app: App, watcher: Watcher) -> list[str]:
     asking = [asyncio.ensure_future(app.post(COMPLETIONS, {**body, "seed": i})) for i in range(8)]
     await watcher.until(lambda: all(len(rows_of(watcher.frames).get(n, "")) > 9 for n in NAMES))
     async with watching(app) as late:
-        rows = late.frames[0]["requests"]
-        assert len(rows) == 8
-        assert {row[10] for row in rows} == set(NAMES)
+        replicas = late.frames[0]["requests"]["replica"]
+        assert len(replicas) == 8
+        assert set(replicas) == set(NAMES)
     pid = processes_of(app.engine)[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
@@ -112,14 +115,15 @@ def check_rows(watcher: Watcher) -> None:
 def check_events(watcher: Watcher) -> None:
     events = watcher.all("events")
     where: dict[int, str] = {}
-    for kind, number, _, *values in events:
+    for event in events:
+        kind, number, replica = event["event"], event["request"], event.get("replica")
         if kind in ("queued", "resumed", "admitted"):
-            assert values[-1] in NAMES, (kind, values)
+            assert replica in NAMES, event
         if kind == "resumed":
-            assert (where[number], values[-1]) == ("replica-1", "replica-2")
+            assert (where[number], replica) == ("replica-1", "replica-2")
         if kind == "admitted":
-            where[number] = values[-1]
-    assert sum(event[0] == "resumed" for event in events) == 4
+            where[number] = replica
+    assert len(watcher.events_of("resumed")) == 4
 
 
 def check_gauges(watcher: Watcher) -> None:
@@ -139,7 +143,7 @@ def check_state(watcher: Watcher) -> None:
     state, most = EngineState(), 0
     for kind, fields in watcher.events:
         state.take(kind, fields)
-        seats = [(each.replica, each.seat) for each in state.requests.values()]
+        seats = [(each.state.member, each.seat) for each in state.requests.values()]
         taken = [seat for seat in seats if seat[1] is not None]
         assert len(set(taken)) == len(taken)
         most = max(most, len(taken))
@@ -176,7 +180,7 @@ def test_an_engine_of_two_that_dies_and_comes_back() -> None:
         async with serving(engine) as app, watching(app) as watcher:
             assert watcher.events[0][1]["seats"] == 16
             names = await end_one(app, watcher)
-            await watcher.until(lambda: sum(e[0] == "finished" for e in watcher.all("events")) == 9)
+            await watcher.until(lambda: len(watcher.events_of("finished")) == 9)
             check_rows(watcher)
             check_events(watcher)
             check_gauges(watcher)

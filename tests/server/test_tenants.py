@@ -17,6 +17,7 @@ from infer.cli.main import app as command
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, RequestError
+from infer.requests.state import RequestState
 from infer.server import serve
 from infer.server.http.context import RequestContext
 from infer.server.observe.request_trace import ChoiceTrace, RequestTrace
@@ -331,7 +332,7 @@ def test_what_was_reserved_and_not_used_is_given_back() -> None:
     with pytest.raises(RequestError, match="tokens a minute"):
         tenant.reserve([request], context)
     trace = RequestTrace("r", "k", context, 100, 700)
-    trace.choices["r-0"] = ChoiceTrace(trace, 0, num_tokens=30)
+    trace.choices["r-0"] = ChoiceTrace(trace, 0, RequestState("r-0", 1, num_output=30))
     settle(trace)
     assert tenant.level("tokens") == 870
     huge = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens=10**6)

@@ -17,8 +17,9 @@ import pytest
 from infer.engine.client.async_llm import AsyncLLM
 from infer.models.hub import SHIPPED_FOLDER as DEMO
 from infer.server import serve
-from infer.server.app import create_app, layers, unknown_model_statuses
+from infer.server.app import create_app, layers
 from infer.server.multi_model import ModelRouter
+from infer.server.route_table import unknown_model_statuses
 from infer.server.settings import ServerSettings
 from tests.server.test_engine_errors import Broken
 from tests.support.doubles import make_hash_llm, small_tokenizer

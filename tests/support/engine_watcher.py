@@ -8,8 +8,17 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from infer.server.engine_endpoints import EVENTS_PATH
+from infer.cli.engine_state import rows_of
+from infer.server.route_table import EVENTS_PATH
 from tests.support.serving import App
+
+
+def entries_of(frame: dict[str, Any], name: str) -> list[Any]:
+    """The entries of a field; the rows of a table, and the pairs of numbers and tokens."""
+    field = frame.get(name, [])
+    if name == "tokens":
+        return list(dict(field).items())
+    return list(rows_of(field)) if isinstance(field, dict) else list(field)
 
 
 class Watcher:
@@ -38,7 +47,11 @@ class Watcher:
 
     def all(self, name: str) -> list[Any]:
         """The entries of one field of all frames."""
-        return [entry for frame in self.frames for entry in frame.get(name, [])]
+        return [entry for frame in self.frames for entry in entries_of(frame, name)]
+
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
+        """The events of one kind."""
+        return [event for event in self.all("events") if event["event"] == kind]
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):

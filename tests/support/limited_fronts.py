@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from infer.requests.state import RequestState
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
 from infer.server.observe.request_trace import ChoiceTrace, RequestTrace
@@ -146,7 +147,9 @@ class World:
 
 def _trace(arrival: Arrival, context: RequestContext) -> RequestTrace:
     trace = RequestTrace("r", "k", context, arrival.num_prompt, arrival.max_tokens)
-    trace.choices["r-0"] = ChoiceTrace(trace, 0, num_tokens=arrival.num_tokens)
+    trace.choices["r-0"] = ChoiceTrace(
+        trace, 0, RequestState("r-0", 1, num_output=arrival.num_tokens)
+    )
     return trace
 
 

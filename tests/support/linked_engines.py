@@ -39,7 +39,7 @@ class LinkedEngine:
             with self.lock:
                 self.engine.step()
                 if beats % 100 == 0:
-                    self.host.beat()
+                    self.host.heartbeat()
 
     def description(self) -> Description:
         name, limits = self.engine.name, self.engine.limits

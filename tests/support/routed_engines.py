@@ -112,9 +112,10 @@ class RoutedEngines:
             if output.token_id is not None and output.request_id in self._waiting_since_s:
                 since_s = self._waiting_since_s.pop(output.request_id)
                 self.first_token_s[output.request_id] = self.now_s - since_s
+        self.router.reported(engine.load, outputs, step_events)
+        for output in outputs:
             if output.finish_reason is not None:
                 engine.load.remove(output.request_id)
-        self.router.reported(engine.load, outputs, step_events)
         self._obey(engine)
         for output in outputs:
             if output.finish_reason is not None:

@@ -68,7 +68,7 @@ class FrontOfSeveral:
 
     async def start(self) -> App:
         app = await self._app.__aenter__()
-        self._answering = asyncio.ensure_future(self._peers.serve(app.app.state.desk))
+        self._answering = asyncio.ensure_future(self._peers.serve(app.app.state.views.own))
         return app
 
     def freeze(self) -> None:

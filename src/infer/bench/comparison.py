@@ -20,6 +20,7 @@ import msgspec
 from infer.bench.recording import Recorder
 from infer.bench.results import percentile
 from infer.engine.llm import LLM
+from infer.requests.state import RequestStates
 from infer.types import SamplingParams
 
 MODES = ("sequential", "static", "continuous")
@@ -72,12 +73,13 @@ def recorded(mode: str, requests: Requests, seats: int, step: Callable[[], None]
     settings: dict[str, Any] = {"batching_mode": mode, "max_batch_size": seats, "num_threads": 1}
     with LLM(dtype="float32", **settings) as llm:
         llm.generate("warm up", SamplingParams(max_tokens=4))
-        before, recorder, core = llm.stats(), Recorder(), llm.core
+        before, recorder, states, core = llm.stats(), Recorder(), RequestStates(), llm.core
         first_s: dict[str, float] = {}
         started_s = time.monotonic()
         for number, (prompt, params) in enumerate(zip(*requests, strict=True)):
             request = llm.make_request(prompt, params, request_id=f"request-{number + 1}")
-            recorder.add(request)
+            state = states.add(request.request_id, len(request.prompt_token_ids))
+            recorder.entered(request, state)
             core.add(request)
         while core.has_work:
             step()
@@ -85,7 +87,7 @@ def recorded(mode: str, requests: Requests, seats: int, step: Callable[[], None]
             now_s = time.monotonic()
             for output in outputs:
                 first_s.setdefault(output.request_id, now_s - started_s)
-            recorder.stepped(outputs, core.step_events)
+            recorder.stepped(states.stepped(outputs, core.step_events))
         duration_s = time.monotonic() - started_s
         after = llm.stats()
         counts = {

@@ -20,13 +20,9 @@ from infer.types.stats_summary import ServingStats
 class EngineTarget:
     """A target that takes token ids and answers with token ids."""
 
-    def __init__(
-        self, llm: AsyncLLM, *, ignore_eos: bool = True, recorder: Recorder | None = None
-    ) -> None:
-        """`recorder` keeps the engine's steps."""
+    def __init__(self, llm: AsyncLLM, *, ignore_eos: bool = True) -> None:
         self.llm = llm
         self._ignore_eos = ignore_eos
-        self._recorder = recorder
 
     def prompt(self, planned: Prompt) -> Prompt:
         """The prompt itself; the text of a trace becomes token ids."""
@@ -42,8 +38,6 @@ class EngineTarget:
             temperature=temperature, max_tokens=output_len, ignore_eos=self._ignore_eos
         )
         request = self.llm.make_request(prompt, sampling)
-        if self._recorder is not None:
-            self._recorder.add(request)
         count = 0
         async with self.llm.stream(request, merge=False) as pieces:
             async for piece in pieces:
@@ -72,4 +66,4 @@ async def engine_target(
     if recorder is not None:
         llm.observe(recorder)
     async with llm:
-        yield EngineTarget(llm, ignore_eos=ignore_eos, recorder=recorder)
+        yield EngineTarget(llm, ignore_eos=ignore_eos)

@@ -12,12 +12,14 @@ from typing import Any
 from infer.engine.client.step_frames import (
     GAP_BOUNDS_MS,
     VERSION,
+    FollowedRequest,
     FrameBuilder,
     FrameWriter,
     RequestFacts,
 )
-from infer.types import FinishReason, Request, StepOutput
-from infer.types.step_events import StepEvents
+from infer.requests.state import FoldedStep, RequestState
+from infer.types import FinishReason, Request
+from infer.types.step_events import Finished
 
 FORMAT = "infer-recording"
 FRAME_S = 0.05
@@ -28,33 +30,32 @@ class Recorder:
     """An `Observer` of an engine that keeps everything; memory grows with the steps."""
 
     def __init__(self) -> None:
-        self._facts: dict[str, RequestFacts] = {}
-        self._builder = FrameBuilder(self._facts.get, is_bounded=False)
+        self._requests: dict[str, FollowedRequest] = {}
+        self._builder = FrameBuilder(self._requests.get, is_bounded=False)
         self._zero_s = self._frame_s = time.monotonic()
         self._zero_at = time.time()
         self._writer = FrameWriter(self._zero_s, lambda facts: True)
         self._frames: list[dict[str, Any]] = []
 
-    def add(self, request: Request) -> None:
-        """A request that is about to be sent to the engine."""
-        num_prompt = len(request.prompt_token_ids)
-        self._facts[request.request_id] = RequestFacts(
-            request.request_id, 0, "", num_prompt, request.max_tokens, time.monotonic()
-        )
-
-    def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
+    def entered(self, request: Request, state: RequestState) -> None:
         """See `Observer`."""
-        self._builder.stepped(outputs, step_events)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._facts.pop(output.request_id, None)
+        name, num_prompt = request.request_id, len(request.prompt_token_ids)
+        facts = RequestFacts(name, 0, "", num_prompt, request.max_tokens, time.monotonic())
+        self._requests[name] = FollowedRequest(facts, state)
+
+    def stepped(self, step: FoldedStep) -> None:
+        """See `Observer`."""
+        self._builder.stepped(step)
+        for event, _ in step.events:
+            if isinstance(event, Finished):
+                self._requests.pop(event.request_id, None)
         if time.monotonic() >= self._frame_s + FRAME_S:
             self._write()
 
     def left(self, request_id: str, reason: FinishReason | None) -> None:
         """See `Observer`."""
         self._builder.left(request_id, reason)
-        self._facts.pop(request_id, None)
+        self._requests.pop(request_id, None)
 
     def _write(self) -> None:
         now_s = self._frame_s = time.monotonic()

@@ -136,7 +136,7 @@ def engine_summary(
 ) -> dict[str, str | int | float]:
     """The engine's statistics of the time between two readings, of `duration_s` seconds, with the
     names of `types.stats_summary`; and some of its counters."""
-    counters = after.engine.counters.plus(before.engine.counters, -1)
+    counters = after.engine.counters.minus(before.engine.counters)
     engine = EngineStats(after.engine.gauges, counters)
     found = summary_of(engine, after.limits)
     if "batches_formed" in found and duration_s > 0:

@@ -8,9 +8,13 @@ bounded by the unfinished requests and by the steps of the last minute, of which
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from infer.requests.event_fields import event_of
+from infer.requests.state import RequestState, RequestStates
+from infer.types.step_events import Finished
 
 Fields = dict[str, Any]
 MAX_STEPS = 20_000
@@ -19,24 +23,17 @@ WINDOW_MS = 60_000.0
 
 
 @dataclass(slots=True)
-class RequestState:
+class SeenRequest:
     """An unfinished request."""
 
-    number: int
+    state: RequestState
     name: str | None
     """None for a request of another key"""
     choice: int
-    num_prompt: int
     max_tokens: int
     since_ms: float
-    state: str = "waiting"
-    num_cached: int = 0
-    num_computed: int = 0
-    num_output: int = 0
     seat: int | None = None
     """lowest seat of its replica that was free when it was admitted; None while it waits"""
-    replica: str = ""
-    """name of the engine that has it, or had it last, where there are several"""
 
 
 @dataclass(slots=True)
@@ -57,7 +54,9 @@ class EngineState:
     """See the module's docstring. All times are milliseconds since the stream's zero."""
 
     hello: Fields = field(default_factory=dict)
-    requests: dict[int, RequestState] = field(default_factory=dict)
+    states: RequestStates = field(default_factory=RequestStates)
+    requests: dict[str, SeenRequest] = field(default_factory=dict)
+    """by number, as text"""
     gauges: Fields = field(default_factory=dict)
     now_ms: float = 0.0
     number: int = 0
@@ -89,16 +88,16 @@ class EngineState:
         at_ms = float(frame["at"])
         self.now_ms = max(self.now_ms, at_ms)
         if frame.get("restarted"):
-            for request in self.requests.values():
-                request.state, request.seat, request.num_computed = "waiting", None, 0
-        self._take_steps(frame.get("number", self.number), at_ms, frame.get("steps", ()))
-        for kind, number, after_ms, *values in frame.get("events", ()):
-            self._take_event(kind, number, at_ms + after_ms, values)
+            self.states.restarted()
+            self._take_seats(*self.requests.values())
+        self._take_steps(frame.get("number", self.number), at_ms, frame.get("steps", {}))
+        for event in frame.get("events", ()):
+            self._take_event(event, at_ms + event["after"])
         total = 0
-        for number, count in frame.get("tokens", ()):
+        for number, count in frame.get("tokens", {}).items():
             total += count
-            if number in self.requests:
-                self.requests[number].num_output += count
+            if (state := self.states.get(number)) is not None:
+                state.add_tokens(count, self.now_ms)
         if total:
             self.output.append((self.now_ms, total))
         if "gaps" in frame:
@@ -109,62 +108,64 @@ class EngineState:
             self._replace(frame["requests"])
         self._forget()
 
-    def _take_steps(self, number: int, at_ms: float, rows: Iterable[list[Any]]) -> None:
-        for count, pause_ms, duration_ms, num_sequences, num_prompt, _, _, *where in rows:
-            number, at_ms = number + count, at_ms + pause_ms + duration_ms
-            replica = str(where[0]) if where else ""
-            self.steps.append(
-                StepTotals(at_ms, duration_ms, count, num_sequences, num_prompt, replica)
-            )
+    def _take_steps(self, number: int, at_ms: float, columns: Fields) -> None:
+        for row in rows_of(columns):
+            duration_ms = row["duration"]
+            number, at_ms = number + row["count"], at_ms + row["pause"] + duration_ms
+            counts = (row["count"], row["sequences"], row["prompt_tokens"])
+            self.steps.append(StepTotals(at_ms, duration_ms, *counts, row.get("replica", "")))
             self.now_ms = max(self.now_ms, at_ms)
         self.number = number
 
-    def _take_event(self, kind: str, number: int, at_ms: float, values: list[Any]) -> None:
-        if kind == "queued" and number not in self.requests:
-            self.requests[number] = RequestState(number, *values[1:6])
-        request = self.requests.get(number)
-        if request is None:
+    def _take_event(self, told: Fields, at_ms: float) -> None:
+        number = str(told["request"])
+        if told["event"] == "queued" and number not in self.requests:
+            self._see(told, RequestState(number, told["prompt_tokens"]))
+        if told["event"] == "first_token":
+            self.first_token_ms.append((at_ms, told["since_received"]))
+        event = event_of(number, told)
+        if event is None or self.states.apply(event, at_ms, told.get("replica", "")) is None:
             return
-        num_values = {"queued": 6, "admitted": 2, "resumed": 1}.get(kind)
-        if num_values is not None and len(values) > num_values:
-            request.replica = str(values[num_values])
-        match kind:
-            case "admitted":
-                request.state, request.num_cached = "running", values[0]
-                request.num_computed, request.seat = values[0], self._free_seat(request.replica)
-            case "chunk":
-                request.num_computed = values[0] + values[1]
-            case "first_token":
-                self.first_token_ms.append((at_ms, values[0]))
-            case "preempted":
-                request.state, request.seat, request.num_computed = "preempted", None, 0
-            case "resumed":
-                request.state, request.seat, request.num_computed = "waiting", None, 0
-            case "finished":
-                del self.requests[number]
+        if isinstance(event, Finished):
+            self.states.remove(number)
+            del self.requests[number]
+        else:
+            self._take_seats(self.requests[number])
+
+    def _see(self, told: Fields, state: RequestState) -> SeenRequest:
+        name, choice, max_tokens = told["name"], told["choice"], told["max_tokens"]
+        seen = SeenRequest(self.states.put(state), name, choice, max_tokens, told["received"])
+        self.requests[state.request_id] = seen
+        return seen
+
+    def _replace(self, columns: Fields) -> None:
+        seats = {
+            number: (seen.state.member, seen.seat)
+            for number, seen in self.requests.items()
+            if seen.seat is not None
+        }
+        self.states, self.requests = RequestStates(), {}
+        for row in rows_of(columns):
+            number = str(row["request"])
+            state = RequestState(number, row["prompt_tokens"], row["state"])
+            state.num_cached, state.num_computed = row["cached_tokens"], row["computed_tokens"]
+            state.num_output, state.member = row["output_tokens"], row.get("replica", "")
+            member, seat = seats.get(number, ("", None))
+            self._see(row, state).seat = seat if member == state.member else None
+        self._take_seats(*self.requests.values())
+
+    def _take_seats(self, *requests: SeenRequest) -> None:
+        """A running request has the lowest free seat of its engine, and others have none."""
+        for seen in requests:
+            if seen.state.status != "running":
+                seen.seat = None
+            elif seen.seat is None:
+                seen.seat = self._free_seat(seen.state.member)
 
     def _free_seat(self, replica: str) -> int:
-        taken = {each.seat for each in self.requests.values() if each.replica == replica}
+        members = (each for each in self.requests.values() if each.state.member == replica)
+        taken = {each.seat for each in members}
         return next(seat for seat in range(len(taken) + 1) if seat not in taken)
-
-    def _replace(self, rows: Iterable[list[Any]]) -> None:
-        seats = {
-            number: (each.replica, each.seat)
-            for number, each in self.requests.items()
-            if each.seat is not None
-        }
-        self.requests = {}
-        for number, state, name, choice, num_prompt, most, since_ms, *counts in rows:
-            request = RequestState(number, name, choice, num_prompt, most, since_ms, state)
-            request.num_cached, request.num_computed, request.num_output, *where = counts
-            request.replica = str(where[0]) if where else ""
-            replica, seat = seats.get(number, ("", None))
-            if state == "running" and replica == request.replica:
-                request.seat = seat
-            self.requests[number] = request
-        for request in self.requests.values():
-            if request.state == "running" and request.seat is None:
-                request.seat = self._free_seat(request.replica)
 
     def _forget(self) -> None:
         since_ms = self.now_ms - WINDOW_MS
@@ -213,3 +214,9 @@ class EngineState:
             if count and so_far >= wanted:
                 return float(bound)
         return None
+
+
+def rows_of(columns: Fields) -> Iterator[Fields]:
+    """The rows of a table that a frame has as one list for each column."""
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))

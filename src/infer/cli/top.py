@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from infer.cli.engine_state import EngineState, Fields, RequestState
+from infer.cli.engine_state import EngineState, Fields, SeenRequest
 from infer.cli.explain import one_line, opened
 from infer.cli.plain import plain
 from infer.errors import InferError
@@ -106,9 +106,9 @@ def picture(state: EngineState, url: str, width: int, height: int) -> Renderable
     return Group(*parts)
 
 
-def _place(request: RequestState) -> tuple[bool, str, float]:
+def _place(request: SeenRequest) -> tuple[bool, str, float]:
     if request.seat is not None:
-        return False, request.replica, request.seat
+        return False, request.state.member, request.seat
     return True, "", request.since_ms
 
 
@@ -216,7 +216,7 @@ def _replicas(state: EngineState, width: int) -> Table:
     return table
 
 
-def _table(state: EngineState, rows: list[RequestState], width: int) -> Table:
+def _table(state: EngineState, rows: list[SeenRequest], width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     has_replicas = bool(state.replicas)
     is_narrow = has_replicas and width < WIDE
@@ -232,28 +232,28 @@ def _table(state: EngineState, rows: list[RequestState], width: int) -> Table:
     for request in rows:
         name = "somebody else's" if request.name is None else request.name
         choice = f" #{request.choice}" if request.choice else ""
-        style = {"running": "green", "preempted": "yellow"}.get(request.state, "dim")
-        doing = request.state
-        if doing == "running" and not request.num_output:
-            doing = "prompt"
+        own = request.state
+        style = {"running": "green", "preempted": "yellow"}.get(own.status, "dim")
+        doing = "prompt" if own.status == "running" and not own.num_output else own.status
         table.add_row(
-            *([plain(request.replica)] if has_replicas else []),
+            *([plain(own.member)] if has_replicas else []),
             "" if request.seat is None else str(request.seat + 1),
             plain(f"{name}{choice}", "dim" if request.name is None else ""),
             plain(doing, style),
             _progress(request, room),
-            f"{request.num_prompt}+{request.num_output}/{request.max_tokens}",
+            f"{own.num_tokens}+{own.num_output}/{request.max_tokens}",
             f"{(state.now_ms - request.since_ms) / 1000:.1f} s",
         )
     return table
 
 
-def _progress(request: RequestState, room: int) -> Text:
+def _progress(request: SeenRequest, room: int) -> Text:
     """A bar of the request's tokens: found in the cache, computed of the prompt, generated."""
-    total = max(1, request.num_prompt + request.max_tokens)
-    cached = min(request.num_cached, request.num_prompt)
-    computed = max(cached, min(request.num_computed, request.num_prompt))
-    marks = [cached, computed, request.num_prompt, request.num_prompt + request.num_output, total]
+    own = request.state
+    num_prompt, total = own.num_tokens, max(1, own.num_tokens + request.max_tokens)
+    cached = min(own.num_cached, num_prompt)
+    computed = max(cached, min(own.num_computed, num_prompt))
+    marks = [cached, computed, num_prompt, num_prompt + own.num_output, total]
     ends = [round(room * mark / total) for mark in marks]
     pieces = [("▒", "blue"), ("▓", "magenta"), ("·", "dim"), ("█", "green"), ("·", "dim")]
     bar, begin = Text(), 0

@@ -127,7 +127,7 @@ class EngineActor:
             return
         self._loaded.set_result(None)
         while not self._stop.wait(BEAT_S):
-            self._host.beat()
+            self._host.heartbeat()
             for front in self._order.incomplete():
                 log.warning("a command of %s has been lost: its link is dropped", front)
                 self._host.detach(front)
@@ -357,7 +357,7 @@ class Front:
         peers = RelayedPeers(self._name, shared)
         fronts = SeveralFronts(self._name, limits, peers)
         app = create_app(engine, server, page=page, fronts=fronts)
-        self._answering = asyncio.create_task(peers.serve(app.state.desk))
+        self._answering = asyncio.create_task(peers.serve(app.state.views.own))
         return app
 
     def _member(self, description: Description, actor: Any) -> RemoteMember:

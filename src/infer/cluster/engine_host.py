@@ -38,7 +38,7 @@ from infer.cluster.scaling import EngineLoad
 from infer.engine.fleet.member import Loss, Member
 from infer.engine.fleet.router import MemberLoad
 from infer.types import StepOutput
-from infer.types.step_events import ComputedChunk, ForeignLoad, StepEvents
+from infer.types.step_events import ForeignLoad, StepEvents
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class FrontLink:
         self._events: list[bytes] = []
         self._num_bytes = 0
 
-    def hear(self) -> None:
+    def touch(self) -> None:
         """The front has given a sign."""
         self.heard_s = time.monotonic()
 
@@ -139,7 +139,7 @@ class EngineHost:
             self.detach(front)
             link = FrontLink(front, MemberLoad(front, self._member.limits), wake)
             self._links[front] = link
-            self._beat(link)
+            self._send_heartbeat(link)
             if self._drain_timeout_s is not None:
                 link.put(LinkDraining(self._drain_timeout_s))
             elif self._life:
@@ -162,11 +162,11 @@ class EngineHost:
             link = self._links.get(front)
             if link is None:
                 return
-            link.hear()
+            link.touch()
             for command in decode_commands(item):
                 self._obey(link, command)
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Say that this machine is alive, and drop the links of fronts that do not; called every
         `BEAT_S`."""
         with self._lock:
@@ -175,7 +175,7 @@ class EngineHost:
                     log.warning("the link to %s is dropped", link.front)
                     self.detach(link.front)
                 else:
-                    self._beat(link)
+                    self._send_heartbeat(link)
                     if link.is_waiting and self._life and not self._is_silent:
                         self._begin(link)
 
@@ -183,7 +183,7 @@ class EngineHost:
         """Say which request the engine computes alone: this machine may vanish with it."""
         with self._lock:
             for link in self._links.values():
-                self._beat(link)
+                self._send_heartbeat(link)
 
     def drain(self, timeout_s: float) -> None:
         """Tell all fronts that this engine will end."""
@@ -270,7 +270,7 @@ class EngineHost:
         """See `MemberListener`."""
         with self._lock:
             for link in self._links.values():
-                self._beat(link)
+                self._send_heartbeat(link)
                 link.put(LinkFailing(reason))
 
     def gone(self, member: Member) -> None:
@@ -290,7 +290,7 @@ class EngineHost:
         self._next_epoch += 1
         link.put(LinkReady(link.epoch, self._member.fingerprint))
 
-    def _beat(self, link: FrontLink) -> None:
+    def _send_heartbeat(self, link: FrontLink) -> None:
         member = self._member
         link.put(
             LinkBeat(
@@ -351,9 +351,8 @@ class EngineHost:
     def _measure(self, step_events: StepEvents | None) -> None:
         if step_events is None:
             return
-        chunks = [e.num_tokens for e in step_events.events if isinstance(e, ComputedChunk)]
-        if chunks:
-            self._prompt_tokens = 0.98 * self._prompt_tokens + sum(chunks)
+        if num_prompt := step_events.num_prompt_tokens:
+            self._prompt_tokens = 0.98 * self._prompt_tokens + num_prompt
             took_s = step_events.ended_s - step_events.started_s
             self._prompt_s = 0.98 * self._prompt_s + took_s
 

@@ -1,64 +1,99 @@
-"""`EngineEndpoints`: the endpoints about an engine as a whole, such as the stream of its steps.
+"""`EngineEndpoints`: the endpoints about engines and their requests, however many there are
 
-docs/events.md describes what they answer.
+`RequestViews` says what they answer. docs/events.md describes the stream of an engine's steps.
+Where there are several models, each takes `?model=`, and an unknown one is a 404.
 """
 
 from __future__ import annotations
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from infer.server.body_reader import BodyReader
-from infer.server.comparisons import ComparisonBody, Comparisons
+from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
-from infer.server.openai.openapi import EVENTS, JSON, takes
+from infer.server.model_card import model_list
+from infer.server.observe.metrics import CONTENT_TYPE
+from infer.server.offload import Offload
+from infer.server.openai.large_json import json_response
+from infer.server.openai.openapi import EVENTS, takes
 from infer.server.openai.streaming import STREAM_HEADERS, unless_gone
+from infer.server.request_views import Asking, RequestViews
 from infer.server.tenancy.limits import tenant_of
-from infer.server.viewers import EngineViewers, Viewer
+from infer.server.viewers import Viewer
 
-EVENTS_PATH = "/v1/engine/events"
-COMPARISONS_PATH = "/v1/engine/comparisons"
+_BYTES_A_REQUEST = 500
+"""size of a request in a list, about"""
+
+
+def _asking(http: HttpRequest) -> Asking:
+    visible_to, model = tenant_of(http.scope).visible_to, http.query_params.get("model")
+    return Asking(visible_to, model, RequestContext.of(http.scope))
 
 
 class EngineEndpoints:
     """See the module's docstring."""
 
-    def __init__(
-        self, viewers: EngineViewers, comparisons: Comparisons, bodies: BodyReader
-    ) -> None:
-        self._viewers = viewers
-        self._comparisons = comparisons
-        self._bodies = bodies
+    def __init__(self, views: RequestViews, offload: Offload) -> None:
+        self._views = views
+        self._offload = offload
 
-    def routes(self) -> list[Route]:
-        """Their routes."""
-        return [
-            Route(EVENTS_PATH, self.events, methods=["GET"]),
-            Route(COMPARISONS_PATH, self.compare, methods=["POST"]),
-        ]
+    @takes(refuses=(404,))
+    async def requests(self, http: HttpRequest) -> Response:
+        """The requests that run, and the latest that have ended."""
+        fields = await self._views.requests(_asking(http))
+        num_bytes = _BYTES_A_REQUEST * len(fields["data"])
+        return await self._offload.render(http, num_bytes, json_response, fields)
 
-    @takes(refuses=(429,), answers=(EVENTS,))
+    @takes(refuses=(409,))
+    async def request(self, http: HttpRequest) -> Response:
+        """The trace of one, by its id or its client's X-Request-Id: what it waited for, and why."""
+        return JSONResponse(await self._views.request(_asking(http), http.path_params["id"]))
+
+    @takes(refuses=(409,))
+    async def cancel(self, http: HttpRequest) -> Response:
+        """End one."""
+        return JSONResponse(await self._views.cancel(_asking(http), http.path_params["id"]))
+
+    @takes(refuses=(404, 429), answers=(EVENTS,))
     async def events(self, http: HttpRequest) -> Response:
         """The engine's steps and what happens to requests, as a stream that does not end."""
         if http.method == "HEAD":
             return Response(headers={name.decode(): it.decode() for name, it in STREAM_HEADERS})
-        tenant = tenant_of(http.scope)
-        context = RequestContext.of(http.scope)
+        asking, tenant = _asking(http), tenant_of(http.scope)
+        viewers, context = self._views.viewers(asking), asking.context
         address = (context.client or "").rpartition(":")[0]
-        viewer = self._viewers.join(tenant.sight, tenant.key.id, address)
-        context.cleanup.callback(self._viewers.leave, viewer)
+        viewer = viewers.join(asking.visible_to, tenant.key.id, address)
+        context.cleanup.callback(viewers.leave, viewer)
         context.on_revoked = lambda: viewer.end("key_revoked")
         return _Watching(viewer)
 
-    @takes(ComparisonBody, refuses=(504,))
-    async def compare(self, http: HttpRequest) -> Response:
-        """The batching modes beside one another, on the model that ships: a recording of each."""
-        body = await self._bodies.read_object(http)
-        wire = await self._bodies.validate(http, ComparisonBody, body)
-        found = await unless_gone(http.receive, self._comparisons.run(wire))
-        return Response(found, media_type=JSON)
+    @takes(refuses=(404,), answers=("text/plain",))
+    async def metrics(self, http: HttpRequest) -> Response:
+        """For Prometheus."""
+        text = await self._views.metrics(_asking(http), connections_of(http.scope))
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    @takes(refuses=(404,))
+    async def stats(self, http: HttpRequest) -> Response:
+        """Queue depth, batch sizes, waiting times."""
+        return JSONResponse(await self._views.stats(_asking(http)))
+
+    async def models(self, _: HttpRequest) -> Response:
+        """The model, in a list."""
+        return JSONResponse(model_list(self._views.models()))
+
+    async def model(self, http: HttpRequest) -> Response:
+        """The model of this name."""
+        return JSONResponse(self._views.model(http.path_params["name"]))
+
+    async def health(self, _: HttpRequest) -> Response:
+        """200 while requests are taken and move on, else 503."""
+        return JSONResponse(self._views.health())
+
+    async def ready(self, _: HttpRequest) -> Response:
+        """200 while a request would be worked on at once, else 503."""
+        return JSONResponse(self._views.ready())
 
 
 class _Watching(Response):

@@ -1,4 +1,4 @@
-"""`SeveralFronts`: a server as one of several in front of the same engines; `AskingFronts`
+"""`SeveralFronts`: a server as one of several in front of the same engines; `FrontQueries`
 
 Each server (front) has the traces and metrics of its own requests only. The id of a request begins
 with the tag of its front, so a question about one request goes to one front; lists and metrics are
@@ -19,16 +19,17 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from infer.errors import OverloadedError
+from infer.server.http.connections import Connections
 from infer.server.http.error_responses import HttpError
-from infer.server.observe.metrics import Metrics, text_of
+from infer.server.observe.metrics import text_of
 from infer.server.observe.request_trace import (
     RequestNotFoundError,
-    RequestTraces,
     cancel_answer,
     several_run,
     summary,
     view,
 )
+from infer.server.request_views import Asking, OneServer, ServedEngine
 from infer.server.tenancy.front_limits import FrontLimits
 
 ANSWER_TIMEOUT_S = 1.0
@@ -52,7 +53,7 @@ class FrontQuestion(msgspec.Struct, array_like=True, frozen=True):
     """tag of the front that is asked; empty = all"""
     name: str = ""
     """id of a request; for `named` that of the client"""
-    sight: str | None = None
+    visible_to: str | None = None
     """id of the key whose requests the caller may see; None = those of all keys"""
 
 
@@ -67,6 +68,7 @@ class FrontAnswer(msgspec.Struct, array_like=True, frozen=True):
     """for `metrics`"""
 
 
+OfOne = Literal["request", "cancel"]
 _MADE_HERE = re.compile(r"(?:[a-z]+-)?[0-9a-f]{32}")
 """form of the ids that fronts make"""
 _encode = msgspec.msgpack.Encoder().encode
@@ -103,13 +105,13 @@ def tag_of(name: str) -> str:
     return name.rpartition("-")[2]
 
 
-class FrontDesk:
+class FrontEndpoints:
     """Answers the questions of other fronts."""
 
-    def __init__(self, tag: str, traces: RequestTraces, metrics: Metrics) -> None:
+    def __init__(self, tag: str, served: ServedEngine) -> None:
         self._tag = tag
-        self._traces = traces
-        self._metrics = metrics
+        self._traces = served.traces
+        self._metrics = served.metrics
 
     def __call__(self, question: bytes) -> bytes:
         """The answer of this front, both in msgpack. Runs on its event loop. Raises
@@ -125,9 +127,11 @@ class FrontDesk:
         if asked.kind == "metrics":
             return FrontAnswer(True, text=text_of([self._metrics]).decode())
         if asked.kind == "requests":
-            traces = zip(range(MAX_LISTED_OF_FRONT), self._traces.all(asked.sight), strict=False)
+            traces = zip(
+                range(MAX_LISTED_OF_FRONT), self._traces.all(asked.visible_to), strict=False
+            )
             return FrontAnswer(True, [summary(trace) for _, trace in traces])
-        found = self._traces.named(asked.name, asked.sight)
+        found = self._traces.named(asked.name, asked.visible_to)
         if asked.kind == "named":
             return FrontAnswer(True, [summary(trace) for trace in found[:MAX_LISTED_OF_FRONT]])
         if not found or asked.name not in (found[0].id, found[0].context.id):
@@ -138,17 +142,19 @@ class FrontDesk:
         return FrontAnswer(True, cancel_answer(trace, self._traces.cancel(trace)))
 
 
-class AskingFronts:
+class FrontQueries(OneServer):
     """Answers for all fronts. Raises `OverloadedError` if too many questions wait."""
 
-    def __init__(self, fronts: SeveralFronts, desk: FrontDesk) -> None:
+    def __init__(self, served: ServedEngine, fronts: SeveralFronts) -> None:
+        super().__init__(served)
         self._fronts = fronts
-        self._desk = desk
+        self.own = FrontEndpoints(fronts.tag, served)
+        """answers the questions of the others"""
         self._asking: dict[FrontQuestion, asyncio.Task[Mapping[str, bytes | None]]] = {}
         """by the question, because equal ones have one answer"""
         self._places = asyncio.Semaphore(MAX_QUESTIONS)
         self._places_of: WeakValueDictionary[str | None, asyncio.Semaphore] = WeakValueDictionary()
-        """by `sight`, while one of its questions waits or is under way"""
+        """by `visible_to`, while one of its questions waits or is under way"""
 
     async def _ask(self, asked: FrontQuestion) -> tuple[dict[str, FrontAnswer], list[str]]:
         """The answers by the names of the fronts, and the names of those that do not answer."""
@@ -166,7 +172,7 @@ class AskingFronts:
         return answers, missing
 
     async def _ask_in_turn(self, asked: FrontQuestion) -> Mapping[str, bytes | None]:
-        own = self._places_of.setdefault(asked.sight, asyncio.Semaphore(MAX_QUESTIONS_OF_KEY))
+        own = self._places_of.setdefault(asked.visible_to, asyncio.Semaphore(MAX_QUESTIONS_OF_KEY))
         async with AsyncExitStack() as held:
             try:
                 async with asyncio.timeout(WAIT_S):
@@ -177,31 +183,38 @@ class AskingFronts:
                 raise OverloadedError(message) from None
             return await self._fronts.peers.ask(_encode(asked), ANSWER_TIMEOUT_S)
 
-    async def requests(self, sight: str | None) -> dict[str, Any]:
-        """The body of a list: those that run, then those that have ended, the newest first."""
-        asked = FrontQuestion("requests", sight=sight)
+    async def _ask_all(self, asked: FrontQuestion) -> tuple[dict[str, FrontAnswer], list[str]]:
+        """As `_ask`, with the answer of this front."""
         answers, missing = await self._ask(asked)
-        answers[self._fronts.name] = self._desk.answer(asked)
+        answers[self._fronts.name] = self.own.answer(asked)
+        return answers, missing
+
+    async def requests(self, asking: Asking) -> dict[str, Any]:
+        """See `RequestViews`."""
+        asked = FrontQuestion("requests", visible_to=asking.visible_to)
+        answers, missing = await self._ask_all(asked)
         data = [each for answer in answers.values() for each in answer.fields]
         data.sort(key=_newest_first)
         return {"object": "list", "data": data, "missing_fronts": missing}
 
-    async def one(
-        self, kind: Literal["request", "cancel"], name: str, sight: str | None
-    ) -> dict[str, Any]:
-        """The trace of a request, or what has become of its cancelling. Raises `HttpError`: 404 if
-        no front has it, 409 if it is the client's name of several that run, 503 if its front does
-        not answer."""
+    async def request(self, asking: Asking, name: str) -> dict[str, Any]:
+        """See `RequestViews`. Raises `HttpError` (503) if the request's front does not answer."""
+        return await self._of_one("request", name, asking.visible_to)
+
+    async def cancel(self, asking: Asking, name: str) -> dict[str, Any]:
+        """See `RequestViews`; raises like `request`."""
+        return await self._of_one("cancel", name, asking.visible_to)
+
+    async def _of_one(self, kind: OfOne, name: str, visible_to: str | None) -> dict[str, Any]:
         if _MADE_HERE.fullmatch(name):
             with suppress(RequestNotFoundError):  # a client's name may look the same
-                return await self._one(kind, name, sight)
-        return await self._one(kind, await self._meant(name, sight), sight)
+                return await self._one(kind, name, visible_to)
+        return await self._one(kind, await self._meant(name, visible_to), visible_to)
 
-    async def _meant(self, name: str, sight: str | None) -> str:
+    async def _meant(self, name: str, visible_to: str | None) -> str:
         """The id of the request that a client's name means; see `the_one`."""
-        asked = FrontQuestion("named", name=name, sight=sight)
-        answers, missing = await self._ask(asked)
-        answers[self._fronts.name] = self._desk.answer(asked)
+        asked = FrontQuestion("named", name=name, visible_to=visible_to)
+        answers, missing = await self._ask_all(asked)
         found = [each for answer in answers.values() for each in answer.fields or ()]
         found.sort(key=_newest_first)
         running = [each["id"] for each in found if each["total_ms"] is None]
@@ -213,13 +226,11 @@ class AskingFronts:
             raise _silent(f"{missing[0]}, which may have this request,")
         raise RequestNotFoundError
 
-    async def _one(
-        self, kind: Literal["request", "cancel"], name: str, sight: str | None
-    ) -> dict[str, Any]:
+    async def _one(self, kind: OfOne, name: str, visible_to: str | None) -> dict[str, Any]:
         tag = name.rpartition("-")[2][: len(self._fronts.tag)]
-        asked = FrontQuestion(kind, tag, name, sight)
+        asked = FrontQuestion(kind, tag, name, visible_to)
         if tag == self._fronts.tag:
-            return _found(self._desk.answer(asked))
+            return _found(self.own.answer(asked))
         answers, missing = await self._ask(asked)
         for front in missing:
             if tag_of(front) == tag:
@@ -227,21 +238,19 @@ class AskingFronts:
         own = (answer for front, answer in answers.items() if tag_of(front) == tag)
         return _found(next(own, FrontAnswer()))
 
-    async def stats(self) -> dict[str, Any]:
+    async def stats(self, asking: Asking) -> dict[str, Any]:
         """The statistics of this front, and those of each in `fronts`."""
-        asked = FrontQuestion("stats")
-        answers, missing = await self._ask(asked)
-        answers[self._fronts.name] = own = self._desk.answer(asked)
+        answers, missing = await self._ask_all(FrontQuestion("stats"))
         fronts = {name: answer.fields for name, answer in sorted(answers.items())}
-        return {**own.fields, "fronts": fronts, "missing_fronts": missing}
+        return {**fronts[self._fronts.name], "fronts": fronts, "missing_fronts": missing}
 
-    async def metrics_text(self, own: bytes, prefix: str) -> bytes:
-        """The metrics of all fronts for Prometheus: each sample has the label `front`. `own`: those
-        of this one; `prefix`: what the names of metrics begin with."""
+    async def metrics(self, asking: Asking, connections: Connections | None) -> bytes:
+        """The metrics of all fronts for Prometheus: each sample has the label `front`."""
+        own = await super().metrics(asking, connections)
         answers, missing = await self._ask(FrontQuestion("metrics"))
         texts = {name: answer.text for name, answer in answers.items()}
         texts[self._fronts.name] = own.decode()
-        name = f"{prefix}:front_up"
+        name = f"{self._own.metrics.prefix}:front_up"
         up = [f"# HELP {name} whether a front answers", f"# TYPE {name} gauge"]
         up += [f'{name}{{front="{each}"}} 1.0' for each in sorted(texts)]
         up += [f'{name}{{front="{each}"}} 0.0' for each in missing]
@@ -291,4 +300,4 @@ def _labelled(texts: Mapping[str, str]) -> Iterable[str]:
 
 
 AnswerQuestion = Callable[[bytes], bytes]
-"""a `FrontDesk`, for whoever brings it the questions"""
+"""a `FrontEndpoints`, for whoever brings it the questions"""

@@ -24,22 +24,19 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, EngineDeadError, LoadError, OverloadedError
-from infer.server.engine_endpoints import EVENTS_PATH
-from infer.server.http.connections import connections_of
+from infer.server.engine_endpoints import EngineEndpoints
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, error_handlers
-from infer.server.model_card import model_card, model_list
-from infer.server.observe.metrics import CONTENT_TYPE, text_of
-from infer.server.observe.request_trace import RequestTraces
 from infer.server.offload import PARSED, Offload
-from infer.server.request_endpoints import cancelled, listed, shown
+from infer.server.request_views import Asking, RequestViews, ServedEngine, model_fields
+from infer.server.route_table import routes_of
+from infer.server.viewers import EngineViewers
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 log = logging.getLogger("infer.server")
@@ -130,7 +127,7 @@ class _Loader:
             del future, launch
 
 
-class ModelRouter:
+class ModelRouter(RequestViews):
     """See the module's docstring."""
 
     def __init__(
@@ -313,17 +310,7 @@ class ModelRouter:
         `http.error_responses.describe`."""
         return Starlette(
             routes=[
-                Route("/v1/models", self._list, methods=["GET"]),
-                Route("/v1/models/{name:path}", self._one, methods=["GET"]),
-                Route("/v1/requests", self._requests, methods=["GET"]),
-                Route("/v1/requests/{id}", self._request, methods=["GET"]),
-                Route("/v1/requests/{id}", self._cancel, methods=["DELETE"]),
-                Route("/v1/requests/{id}/cancel", self._cancel, methods=["POST"]),
-                Route("/metrics", self._metrics, methods=["GET"]),
-                Route("/stats", self._stats, methods=["GET"]),
-                Route("/health", self._health, methods=["GET"]),
-                Route("/health/live", self._health, methods=["GET"]),
-                Route("/health/ready", self._ready, methods=["GET"]),
+                *routes_of(EngineEndpoints(self, self._pool)),
                 Mount("/", self._pass_on),
             ],
             exception_handlers=error_handlers(overload_status),
@@ -348,8 +335,6 @@ class ModelRouter:
             name = body.get("model", name)
         model = self._find(name, self._unknown_model_statuses.get(request.url.path, 404))
         RequestContext.of(scope).model = model.name
-        if model.app is None and scope["path"] == EVENTS_PATH:
-            raise EngineDeadError(f"the model {model.name!r} is not loaded: there are no steps")
         app = await self._app_of(model)
         await app(scope, receive, send)
 
@@ -364,65 +349,54 @@ class ModelRouter:
             raise HttpError(unknown_status, message, param="model", code="model_not_found")
         return self._models[name]
 
-    def _states(self, request: Request) -> dict[str, Any]:
-        """The states of the loaded apps, by name; of one alone where the query names a model."""
-        names = [name for name in (request.query_params.get("model"),) if name is not None]
-        models = list(map(self._find, names)) or list(self._models.values())
-        return {model.name: model.app.state for model in models if model.app is not None}
+    # ---- as `RequestViews`
 
-    def _traces(self, request: Request) -> list[RequestTraces]:
-        return [state.traces for state in self._states(request).values()]
+    def served(self, asking: Asking) -> dict[str, ServedEngine]:
+        """See `RequestViews`: the loaded ones. Raises `HttpError` (404) for an unknown model."""
+        named = [] if asking.model is None else [self._find(asking.model)]
+        models = named or self._models.values()
+        return {model.name: model.app.state.served for model in models if model.app is not None}
 
-    async def _requests(self, request: Request) -> Response:
-        return listed(self._traces(request), request)
+    def viewers(self, asking: Asking) -> EngineViewers:
+        """See `RequestViews`; watching does not load a model."""
+        model = self._find(asking.model)
+        asking.context.model, model.used_s = model.name, time.monotonic()
+        if model.app is None:
+            raise EngineDeadError(f"the model {model.name!r} is not loaded: there are no steps")
+        served: ServedEngine = model.app.state.served
+        return served.viewers
 
-    async def _request(self, request: Request) -> Response:
-        return shown(self._traces(request), request)
+    async def stats(self, asking: Asking) -> dict[str, Any]:
+        """See `RequestViews`: of each model, or of the one that is named."""
+        stats = {name: each.metrics.stats() for name, each in self.served(asking).items()}
+        return stats.get(asking.model or "", {"models": stats})
 
-    async def _cancel(self, request: Request) -> Response:
-        return cancelled(self._traces(request), request)
+    def models(self) -> list[dict[str, Any]]:
+        """See `RequestViews`."""
+        return list(map(self._shown, self._models.values()))
 
-    async def _metrics(self, request: Request) -> Response:
-        found = [state.metrics for state in self._states(request).values()]
-        text = text_of(found, connections_of(request.scope))
-        return Response(text, headers={"content-type": CONTENT_TYPE})
-
-    async def _stats(self, request: Request) -> Response:
-        stats = {name: state.metrics.stats() for name, state in self._states(request).items()}
-        if "model" in request.query_params and stats:
-            return JSONResponse(next(iter(stats.values())))
-        return JSONResponse({"models": stats})
-
-    async def _list(self, _: Request) -> Response:
-        return JSONResponse(model_list([*map(self._shown, self._models.values())]))
-
-    async def _one(self, request: Request) -> Response:
-        return JSONResponse(self._shown(self._find(request.path_params["name"])))
+    def model(self, name: str) -> dict[str, Any]:
+        """See `RequestViews`."""
+        return self._shown(self._find(name))
 
     def _shown(self, model: _Model) -> dict[str, Any]:
-        engine = model.engine
-        return model_card(
-            model.name,
-            self._created,
-            None if engine is None else engine.max_seq_len,
-            sampling_defaults=None if engine is None else engine.sampling_defaults.as_dict(),
-            status=model.status,
-            reason=model.reason or None,
-        )
+        fields = model_fields(model.name, self._created, model.engine)
+        return {**fields, "status": model.status, "reason": model.reason or None}
 
-    async def _health(self, _: Request) -> Response:
+    def health(self) -> dict[str, Any]:
+        """See `RequestViews`."""
         engines = self.engines()
         if len(engines) == len(self._models) and not any(engine.is_live for engine in engines):
             raise EngineDeadError("no engine is running")
-        return JSONResponse({"status": "ok"})
+        return {"status": "ok"}
 
-    async def _ready(self, _: Request) -> Response:
+    def ready(self) -> dict[str, Any]:
         """Ready as long as any model can answer: one that crashed must not keep requests from the
         others. /v1/models has the state of each model."""
         statuses = {model.name: model.status for model in self._models.values()}
         if self._draining or not {"loaded", "unloaded"} & set(statuses.values()):
             raise EngineDeadError("no model is ready")
-        return JSONResponse({"status": "ready", "models": statuses})
+        return {"status": "ready", "models": statuses}
 
 
 def public_reason(error: LoadError) -> str:

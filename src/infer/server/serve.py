@@ -43,13 +43,14 @@ from infer.engine.process.launch import FleetSettings, Loads, standing_by
 from infer.engine.process.spawned import EarlyProcess
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
-from infer.server.app import create_app, layers, unknown_model_statuses
+from infer.server.app import create_app, layers
 from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
 from infer.server.http.tls_connection import accept_tls
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import JsonLines, LogWriter, access, log_request
 from infer.server.observe.spans import check_packages
+from infer.server.route_table import unknown_model_statuses
 from infer.server.sessions import NO_SESSIONS
 from infer.server.sessions.store import SessionStore
 from infer.server.settings import ServerSettings

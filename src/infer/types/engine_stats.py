@@ -108,8 +108,15 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     num_finished: dict[FinishReason, int] = {}
     """requests that have ended, by reason; reasons that did not occur are left out"""
 
-    def plus(self, other: EngineCounters, sign: int = 1) -> EngineCounters:
-        """The sum, field by field; with `sign` -1 the difference."""
+    def plus(self, other: EngineCounters) -> EngineCounters:
+        """The sum, field by field."""
+        return self._added(other, 1)
+
+    def minus(self, other: EngineCounters) -> EngineCounters:
+        """The difference, field by field."""
+        return self._added(other, -1)
+
+    def _added(self, other: EngineCounters, sign: int) -> EngineCounters:
         sums: dict[str, Any] = {}
         for name in self.__struct_fields__:
             mine, others = getattr(self, name), getattr(other, name)

@@ -2,21 +2,23 @@
 
 The scheduler records what happens to a request: one class for each kind of event. A step in which
 everybody decodes records nothing, so recording costs nothing where it would cost most. The events
-go out with the step's outputs, and the server makes a request's trace and its metrics of them.
+go out with the step's outputs; `requests.state` makes the state of each request of them. A kind and
+its fields have their public names here, which traces and frames use (`requests.event_fields`).
 """
 
 from __future__ import annotations
 
 import msgspec
+from msgspec import field
 
 from infer.types.page_changes import PageChanges
 
 
 class _Waiting(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
-    num_before: int
+    num_before: int = field(name="waiting_before")
     """requests that wait before it"""
-    num_running: int
+    num_running: int = field(name="running")
     """requests that have a seat"""
     behind: tuple[str, ...] = ()
     """ids of the next few of those before it"""
@@ -29,7 +31,7 @@ class Queued(_Waiting, frozen=True, tag="queued"):
 class Resumed(_Waiting, frozen=True, tag="resumed"):
     """A request waits for a seat again, because the engine that had it has died or drains."""
 
-    has_other_bits: bool = False
+    has_other_bits: bool = field(default=False, name="tokens_may_differ")
     """see `Request.has_other_bits`"""
 
 
@@ -37,9 +39,9 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="admitted"):
     """A request gets a seat, and pages for all its tokens."""
 
     request_id: str
-    num_cached: int
+    num_cached: int = field(name="cached_tokens")
     """tokens that were found in the prefix cache"""
-    num_tokens: int
+    num_tokens: int = field(name="of_tokens")
     """all tokens that it has now"""
     batch_id: str | None = None
     """id of the static batch that it joins (see `BatchFormed`); None in the other modes"""
@@ -49,16 +51,16 @@ class ComputedChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     """A part of a request's tokens is computed; a single output token is no event."""
 
     request_id: str
-    start: int
+    start: int = field(name="from_token")
     """position of the first token of the part"""
-    num_tokens: int
+    num_tokens: int = field(name="tokens")
 
 
 class Preempted(msgspec.Struct, frozen=True, array_like=True, tag="preempted"):
     """A request loses its pages, and all that was computed of it."""
 
     request_id: str
-    num_lost: int
+    num_lost: int = field(name="lost_tokens")
     """tokens that had been computed"""
     needed_by: str | None = None
     """id of the request that needed the pages or the seat"""
@@ -68,10 +70,28 @@ class Speculated(msgspec.Struct, frozen=True, array_like=True, tag="speculated")
     """A request for which tokens were proposed has ended."""
 
     request_id: str
-    num_proposed: int
+    num_proposed: int = field(name="proposed")
     """tokens that were proposed"""
-    num_accepted: int
+    num_accepted: int = field(name="accepted")
     """tokens of them that are part of the answer"""
+
+
+class FirstToken(msgspec.Struct, frozen=True, array_like=True, tag="first_token"):
+    """A request gets its first token. No engine records it: it follows from the outputs."""
+
+    request_id: str
+    num_cached: int = field(default=0, name="cached_tokens")
+    """prompt tokens that were found in the prefix cache, also after its admission"""
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
+    """A request has ended. No engine records it: it follows from the outputs."""
+
+    request_id: str
+    outcome: str
+    """see `types.ends`"""
+    num_output: int = field(name="output_tokens")
+    """all its output tokens"""
 
 
 class BatchFormed(msgspec.Struct, frozen=True, array_like=True, tag="batch_formed"):
@@ -100,11 +120,13 @@ class BatchEnded(msgspec.Struct, frozen=True, array_like=True, tag="batch_ended"
     """the same sum if each request were padded to the longest one; never computed"""
 
 
-RequestEvent = Queued | Resumed | Admitted | ComputedChunk | Preempted | Speculated
-"""an event of the request that its `request_id` names"""
+RecordedEvent = Queued | Resumed | Admitted | ComputedChunk | Preempted | Speculated
+"""an event of the request that its `request_id` names, as the scheduler records it"""
+RequestEvent = RecordedEvent | FirstToken | Finished
+"""all that can happen to a request, apart from its further tokens"""
 BatchEvent = BatchFormed | BatchEnded
 """an event of the static batch that its `batch_id` names"""
-StepEvent = RequestEvent | BatchEvent
+StepEvent = RecordedEvent | BatchEvent
 
 
 class ForeignLoad(msgspec.Struct, frozen=True, array_like=True):
@@ -141,6 +163,11 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True):
     """what the engine has to do for other clients, where it has several"""
     member: str = ""
     """name of the engine among those of its fleet; "" where there is one engine"""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt tokens that were computed in the step."""
+        return sum(each.num_tokens for each in self.events if isinstance(each, ComputedChunk))
 
     @property
     def is_idle(self) -> bool:

@@ -116,11 +116,11 @@ class Fleets(RuleBasedStateMachine):
         self.members[which % len(self.members)].cut()
 
     @rule()
-    def look(self) -> None:
+    def check_health(self) -> None:
         for member in self.members:
             if member.is_cut:
                 self._note_alone(member)
-        self.fleet.look()
+        self.fleet.check_health()
 
     @rule(which=st.integers(0, 9))
     def heal(self, which: int) -> None:
@@ -148,7 +148,7 @@ class Fleets(RuleBasedStateMachine):
     @rule(by_s=st.sampled_from([1.0, 6.0]))
     def wait(self, by_s: float) -> None:
         self.now_s += by_s
-        self.look()
+        self.check_health()
 
     @precondition(lambda self: self.num_joined < 6)
     @rule()
@@ -244,13 +244,13 @@ def test_frames_of_an_old_assignment_are_ignored() -> None:
     for _ in range(3):
         a.step()  # it computes; nothing arrives
     assert len(caller.tokens["r"]) == 1
-    fleet.look()
+    fleet.check_health()
     b.step()
     b.step()
     b.cut()
     a.heal()  # frames of its first life, then it begins another
     assert a.life == 2
-    fleet.look()  # and both go on there
+    fleet.check_health()  # and both go on there
     assert a.core is not None
     assert a.core.scheduler.num_unfinished == 2
     b.heal()
@@ -265,10 +265,10 @@ def test_one_silent_member_waits_until_another_is_ready() -> None:
     fleet.add(request("r"))
     a.step()
     a.cut()
-    fleet.look()
+    fleet.check_health()
     assert (a.life, a.is_abandoned) == (1, False), "there is nobody who could go on"
     b.revive()
-    fleet.look()
+    fleet.check_health()
     assert a.is_abandoned
     finish(fleet, caller, [request("r")])
     assert caller.members["r"] == {"a", "b"}
@@ -367,7 +367,7 @@ def test_what_engines_died_with_does_not_queue_behind_the_first_that_is_back(ret
         assert gauges(both[1])[0] == 3
     else:
         now_s = RETURN_S
-        fleet.look()
+        fleet.check_health()
         assert gauges(both[0]) == (3, 4)
     finish(fleet, caller, [*wanted, late])
 
@@ -427,7 +427,7 @@ def test_a_drain_gets_nothing_new_and_moves_what_is_left() -> None:
     assert b.core is not None
     assert [s.request_id for s in a.core.scheduler.unfinished] == ["r0"]
     for now_s[0] in (1.0, 2.0):
-        fleet.look()
+        fleet.check_health()
         a.step()
     assert not a.core.scheduler.num_unfinished
     (moved,) = (s.request for s in b.core.scheduler.unfinished if s.request_id == "r0")
@@ -461,7 +461,7 @@ def test_what_a_member_fell_silent_with_is_suspected() -> None:
     fleet.add(request("r"))
     a.step()
     a.cut()
-    fleet.look()
+    fleet.check_health()
     assert b.core is not None
     (moved,) = b.core.scheduler.unfinished
     assert (moved.request.num_crashes, len(moved.request.output_token_ids)) == (1, 1)

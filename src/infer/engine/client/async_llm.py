@@ -17,14 +17,22 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, contextmanager
 from copy import copy
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol
 
 from infer.engine.client.engine_client import EngineClient
 from infer.engine.client.input import InputProcessor
 from infer.engine.client.mailbox import Mailbox, MailboxLimits, OpenRequest
 from infer.engine.client.output import OutputProcessor, collected
-from infer.engine.client.waiting_tokens import WaitingTokens
-from infer.errors import CancelledError, EngineDeadError, EngineError, OverloadedError, RequestError
+from infer.errors import (
+    CancelledError,
+    EngineDeadError,
+    EngineError,
+    OverloadedError,
+    RequestError,
+    too_many_tokens,
+)
+from infer.requests.state import FoldedStep, RequestState, RequestStates
 from infer.text.untrusted.workers import Steps
 from infer.types import (
     FinishReason,
@@ -34,6 +42,7 @@ from infer.types import (
     TextDelta,
 )
 from infer.types.ends import end_of
+from infer.types.engine_limits import EngineLimits
 from infer.types.engine_stats import EngineStats, RequestCounters
 from infer.types.stats_summary import ServingStats
 from infer.types.step_events import StepEvents
@@ -114,8 +123,11 @@ class Reservation:
 class Observer(Protocol):
     """Is called for what happens to requests; on the event loop."""
 
-    def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
-        """Called with a step's outputs and its events."""
+    def entered(self, request: Request, state: RequestState) -> None:
+        """Called when a request is sent to the engine; its `state` changes from then on."""
+
+    def stepped(self, step: FoldedStep) -> None:
+        """Called for each step, once the states of the requests have followed it."""
 
     def left(self, request_id: str, reason: FinishReason | None) -> None:
         """Called when a caller has left a request's stream; `reason` is None if the request had not
@@ -164,7 +176,7 @@ class AsyncLLM:
         self._draining = False
         self._check_is_planned = False
         self._num_reserved = 0
-        self._waiting_tokens = WaitingTokens(input_processor.limits)
+        self._states = RequestStates()
         self._counts = RequestCounters()
 
     def observe(self, observer: Observer) -> None:
@@ -286,13 +298,15 @@ class AsyncLLM:
         mailbox = Mailbox(OutputProcessor(request, self.tokenizer), merge, self._mailbox_limits)
         self._mailboxes[request.request_id] = mailbox
         self._counts.num_requests_admitted += 1
-        self._waiting_tokens.add(request)
+        state = self._states.add(request.request_id, len(request.prompt_token_ids))
+        if self._observer is not None:
+            self._observer.entered(request, state)
         self.engine_client.add(request)
         return RequestStream(request, mailbox, partial(self._leave, request.request_id))
 
     def _leave(self, request_id: str) -> None:
         mailbox = self._mailboxes.pop(request_id)
-        self._waiting_tokens.leave(request_id)
+        self._states.remove(request_id)
         reason = mailbox.processor.finish_reason
         if reason is None:
             self.engine_client.abort(request_id)
@@ -360,13 +374,16 @@ class AsyncLLM:
         if num_taken + len(prompt_lengths) > self._input_processor.limits.max_unfinished:
             busy = f"the server is busy: {num_taken} requests are running or waiting"
             return OverloadedError(busy)
-        return self._waiting_tokens.error(prompt_lengths)
+        return self._waiting_tokens_error(prompt_lengths)
+
+    def _waiting_tokens_error(self, prompt_lengths: Sequence[int]) -> OverloadedError | None:
+        return waiting_tokens_error(self._input_processor.limits, self._states, prompt_lengths)
 
     def _check_capacity(self, prompt_lengths: Sequence[int]) -> None:
         self._refuse_with(self._capacity_error(prompt_lengths), len(prompt_lengths))
 
     def _check_waiting_tokens(self, prompt_lengths: Sequence[int]) -> None:
-        self._refuse_with(self._waiting_tokens.error(prompt_lengths), len(prompt_lengths))
+        self._refuse_with(self._waiting_tokens_error(prompt_lengths), len(prompt_lengths))
 
     def _refuse_with(self, error: EngineDeadError | OverloadedError | None, count: int) -> None:
         if error is None:
@@ -406,13 +423,10 @@ class AsyncLLM:
 
     def _receive(self, outputs: list[StepOutput], step_events: StepEvents | None = None) -> None:
         is_full = is_behind = False
+        folded = self._states.stepped(outputs, step_events)
         if self._observer is not None:
-            self._observer.stepped(outputs, step_events)
-        if step_events is not None:
-            self._waiting_tokens.stepped(step_events)
+            self._observer.stepped(folded)
         for output in outputs:
-            if output.finish_reason is not None:
-                self._waiting_tokens.leave(output.request_id)
             mailbox = self._mailboxes.get(output.request_id)
             if mailbox is None:
                 continue
@@ -450,3 +464,24 @@ class AsyncLLM:
                 return
             message = "the client reads too slowly: too much of the answer was waiting to be read"
             self.cancel(request_id, CancelledError(message, code="client_stalled"))
+
+
+def waiting_tokens_error(
+    limits: EngineLimits, states: RequestStates, prompt_lengths: Sequence[int]
+) -> OverloadedError | None:
+    """The error for further requests with prompts of these lengths in tokens; None if they may
+    wait. The scheduler would refuse them; here they have cost the engine nothing. `states`: of the
+    requests that it has. Those for whom seats are free do not count."""
+    if limits.max_waiting_tokens is None:
+        return None
+    waiting, num_seated = states.waiting(), states.count("running", "preempted")
+    free = limits.num_seats - num_seated
+    if limits.batching_mode == "static" and num_seated:
+        free = 0  # nobody joins a batch that runs
+    added = sum(prompt_lengths[max(0, free - len(waiting)) :])
+    if not added:
+        return None
+    num_tokens = states.num_tokens("waiting") - sum(islice(waiting.values(), max(0, free)))
+    if num_tokens + added <= limits.max_waiting_tokens:
+        return None
+    return too_many_tokens(num_tokens, added, limits.max_waiting_tokens)

@@ -2,9 +2,10 @@
 
 A frame is what a viewer of a running engine gets some times a second: a row for each step, the
 events of requests, and the tokens that each request has got. `FrameWriter` writes frames as JSON
-for one circle of viewers: requests are numbers that mean something in that circle only, and a name
-is written where the circle may know it. docs/events.md describes the format. The server's stream
-and the recordings of `infer bench` are made here.
+for one group of viewers: requests are numbers that mean something in that group only, and a name
+is written where the group may know it. docs/events.md describes the format. The server's stream
+and the recordings of `infer bench` are made here. What state a request is in is read from
+`requests.state`, and what an event says is written by `requests.event_fields`.
 
 Where several engines serve a model, each row, request and event names its engine, and rows of two
 engines are never made one: the steps of each are a timeline of their own.
@@ -20,27 +21,28 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple, assert_never
+from typing import Any, NamedTuple, assert_never
 
 import msgspec
 
-from infer.types import FinishReason, StepOutput
+from infer.requests.event_fields import fields_of, kind_of
+from infer.requests.state import FoldedStep, RequestState
+from infer.types import FinishReason
 from infer.types.ends import end_of
 from infer.types.step_events import (
-    Admitted,
     BatchEnded,
     BatchEvent,
     BatchFormed,
     ComputedChunk,
-    Preempted,
+    Finished,
+    FirstToken,
     Queued,
     RequestEvent,
     Resumed,
-    Speculated,
     StepEvents,
 )
 
-VERSION = 1
+VERSION = 2
 """version of the format"""
 MAX_STEPS = 256
 """maximum number of rows in a frame"""
@@ -52,8 +54,6 @@ admitted"""
 GAP_BOUNDS_MS = (1, 2.5, 5, 10, 25, 50, 75, 100, 150, 200, 300, 500, 1000, 2500)
 """upper bounds of the classes by which gaps between two tokens are counted; a last class has those
 above"""
-
-State = Literal["waiting", "running", "preempted"]
 
 
 class RequestFacts(NamedTuple):
@@ -75,20 +75,10 @@ class RequestFacts(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class FollowedRequest:
-    """An unfinished request as the frames so far describe it."""
+    """An unfinished request that the frames tell of."""
 
     facts: RequestFacts
-    state: State = "waiting"
-    num_cached: int = 0
-    """tokens found in the prefix cache when it was admitted last"""
-    num_computed: int = 0
-    """tokens that were computed or found since it was admitted last, output tokens apart"""
-    num_output: int = 0
-    """output tokens so far"""
-    last_s: float | None = None
-    """time of its latest token; None before the first"""
-    member: str = ""
-    """name of the engine that has it, or had it last, where there are several"""
+    state: RequestState
 
 
 class StepRow(NamedTuple):
@@ -143,12 +133,11 @@ def _halved(rows: list[StepRow]) -> list[StepRow]:
 class FrameEvent(NamedTuple):
     """Something that happened to a request."""
 
-    kind: str
+    event: RequestEvent
     request: FollowedRequest
     at_s: float
-    values: tuple[Any, ...] = ()
-    """what the format has behind the time; a `FollowedRequest` among them is written as its
-    number"""
+    more: dict[str, Any]
+    """what is known beside the event"""
 
 
 @dataclass(slots=True)
@@ -177,8 +166,8 @@ class Frame:
     """number of the step before the first row"""
     rows: list[StepRow] = field(default_factory=list)
     events: list[FrameEvent] = field(default_factory=list)
-    batches: list[tuple[str, str, float, tuple[Any, ...]]] = field(default_factory=list)
-    """what happened to static batches: kind, id, time and numbers"""
+    batches: list[tuple[BatchEvent, float]] = field(default_factory=list)
+    """what happened to static batches, and when"""
     tokens: dict[FollowedRequest, int] = field(default_factory=dict)
     """output tokens since the frame before"""
     gaps: list[int] = field(default_factory=lambda: [0] * (len(GAP_BOUNDS_MS) + 1))
@@ -210,62 +199,66 @@ class FrameBuilder:
 
     def __init__(
         self,
-        describe: Callable[[str], RequestFacts | None],
+        describe: Callable[[str], FollowedRequest | None],
         *,
         is_bounded: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`describe` gives the facts of a request by the engine's id; None for one that has ended.
+        """`describe` gives a request by the engine's id; None for one that has ended.
         `is_bounded`: whether frames have a maximum size; recordings have none."""
         self._describe = describe
         self._max_steps = MAX_STEPS if is_bounded else None
         self._max_events = MAX_EVENTS if is_bounded else None
         self._clock = clock
         self._followed: dict[str, FollowedRequest] = {}
-        self._num_waiting = 0
         self._last_number: int | None = None
         self._frame = Frame()
         self._closed: list[Frame] = []
         """frames that a restart has ended"""
 
-    def follow(self, request_id: str, request: FollowedRequest) -> None:
-        """Follow a request that has been there before."""
-        self._followed[request_id] = request
+    def follow(self, request_id: str) -> None:
+        """Tell of a request that has been there before."""
+        if (request := self._describe(request_id)) is not None:
+            self._followed[request_id] = request
 
     @property
     def requests(self) -> list[FollowedRequest]:
         """The unfinished requests, in the order in which they became known."""
         return list(self._followed.values())
 
-    def stepped(self, outputs: Iterable[StepOutput], step_events: StepEvents | None) -> None:
+    def stepped(self, step: FoldedStep) -> None:
         """A step has ended. Called for each step, on the event loop."""
-        at_s = self._clock() if step_events is None else step_events.ended_s
-        if step_events is not None:
-            self._add_step(step_events)
+        ended: list[str] = []
+        if step.step is not None:
+            self._add_step(step.step)
+        for event, at_s in step.events:
+            if isinstance(event, BatchEvent):
+                self._add_batch(event, at_s)
+                continue
+            self._add_event(event, at_s, step)
+            if isinstance(event, Finished):
+                ended.append(event.request_id)
         followed, frame = self._followed, self._frame
-        known_ms, gap_class = -1.0, 0
-        for output in outputs:
-            request = followed.get(output.request_id)
+        known_s, gap_class = -1.0, 0
+        for state, _, before_s in step.tokens:
+            request = followed.get(state.request_id)
             if request is None:
                 continue
-            if output.token_id is not None:
-                frame.tokens[request] = frame.tokens.get(request, 0) + 1
-                request.num_output += 1
-                if request.last_s is None:
-                    first_ms = round(1000 * (at_s - request.facts.received_s), 2)
-                    self._note("first_token", request, at_s, first_ms)
-                else:
-                    gap_ms = 1000 * (at_s - request.last_s)
-                    if gap_ms != known_ms:  # most gaps of a step are equal
-                        known_ms, gap_class = gap_ms, bisect_left(GAP_BOUNDS_MS, gap_ms)
-                    frame.gaps[gap_class] += 1
-                request.last_s = at_s
-            if output.finish_reason is not None:
-                self._finish(output.request_id, at_s, output.finish_reason)
+            frame.tokens[request] = frame.tokens.get(request, 0) + 1
+            if before_s is not None:
+                if before_s != known_s:  # most gaps of a step are equal
+                    gap_ms = 1000 * (step.ended_s - before_s)
+                    known_s, gap_class = before_s, bisect_left(GAP_BOUNDS_MS, gap_ms)
+                frame.gaps[gap_class] += 1
+        for request_id in ended:
+            followed.pop(request_id, None)
 
     def left(self, request_id: str, reason: FinishReason | None) -> None:
         """The caller of a request has gone; None where it had not finished."""
-        self._finish(request_id, self._clock(), reason)
+        request = self._followed.pop(request_id, None)
+        if request is not None:
+            outcome, num_output = end_of(reason).outcome, request.state.num_output
+            self._note(Finished(request_id, outcome, num_output), request, self._clock(), {})
 
     def restarted(self) -> None:
         """The engine has died; another one takes over."""
@@ -285,20 +278,11 @@ class FrameBuilder:
         return frames
 
     def _add_step(self, step_events: StepEvents) -> None:
-        number, started_s, num_prompt = step_events.number, step_events.started_s, 0
-        member = step_events.member
+        number, member = step_events.number, step_events.member
         if member:
             number = 1 + (self._last_number or 0)  # the steps of all engines are counted
         elif self._last_number is not None and number < self._last_number:
             self.restarted()
-        step_ms = round(1000 * (step_events.ended_s - started_s), 2)
-        for event in step_events.events:
-            if isinstance(event, BatchEvent):
-                self._add_batch(event, started_s)
-                continue
-            if isinstance(event, ComputedChunk):
-                num_prompt += event.num_tokens
-            self._add_event(event, started_s, step_ms, member)
         if not step_events.num_sequences:
             return
         frame = self._frame
@@ -307,10 +291,10 @@ class FrameBuilder:
         self._last_number = number
         row = StepRow(
             1,
-            started_s,
+            step_events.started_s,
             step_events.ended_s,
             step_events.num_sequences,
-            num_prompt,
+            step_events.num_prompt_tokens,
             step_events.num_free_pages,
             step_events.num_indexed_pages,
             member,
@@ -320,92 +304,57 @@ class FrameBuilder:
         if self._max_steps is not None and len(frame.rows) > self._max_steps:
             frame.rows = _halved(frame.rows)
 
-    def _add_event(self, event: RequestEvent, at_s: float, step_ms: float, member: str) -> None:
-        is_new = event.request_id not in self._followed
-        request = self._find(event, at_s, member)
-        if request is None:
-            return
-        request.member, where = member, (member,) if member else ()
-        match event:
-            case Queued():
-                if not is_new:
-                    self._note("queued", request, at_s, event.num_before, *where)
-            case Resumed():
-                request.state, request.num_computed, request.num_cached = "waiting", 0, 0
-                if not is_new:
-                    self._note("resumed", request, at_s, event.num_before, *where)
-            case Admitted():
-                request.state = "running"
-                request.num_cached = request.num_computed = event.num_cached
-                self._note("admitted", request, at_s, event.num_cached, event.num_tokens, *where)
-            case ComputedChunk():
-                request.num_computed = event.start + event.num_tokens
-                self._note("chunk", request, at_s, event.start, event.num_tokens, step_ms)
-            case Preempted():
-                request.state, request.num_computed, request.num_cached = "preempted", 0, 0
-                other = None if event.needed_by is None else self._followed.get(event.needed_by)
-                self._note("preempted", request, at_s, event.num_lost, other)
-            case Speculated():
-                self._note("speculated", request, at_s, event.num_proposed, event.num_accepted)
-            case _:
-                assert_never(event)
-
     def _add_batch(self, event: BatchEvent, at_s: float) -> None:
-        values: tuple[Any, ...]
-        match event:
-            case BatchFormed():
-                kind, at_s = "formed", event.created_s
-                wait_ms = round(1000 * event.wait_s, 2)
-                values = (event.num_requests, event.num_prompt_tokens, event.num_padded_tokens)
-                values = (*values, wait_ms)
-            case BatchEnded():
-                kind, values = "ended", (event.num_tokens, event.num_padded_tokens)
-            case _:
-                assert_never(event)
         if self._max_events is None or len(self._frame.batches) < self._max_events // 2:
-            self._frame.batches.append((kind, event.batch_id, at_s, values))
+            self._frame.batches.append((event, at_s))
         else:
             self._frame.left_out.events += 1
 
-    def _find(self, event: RequestEvent, at_s: float, member: str) -> FollowedRequest | None:
-        """The request of an event; a new one is introduced by an event of its own."""
+    def _add_event(self, event: RequestEvent, at_s: float, step: FoldedStep) -> None:
+        """Note an event; a new request is introduced by an event of its own."""
+        more: dict[str, Any] = {"replica": step.member} if step.member else {}
         request = self._followed.get(event.request_id)
-        if request is not None:
-            return request
-        if isinstance(event, Queued) and len(self._followed) >= MAX_FOLLOWED:
-            return None
-        facts = self._describe(event.request_id)
-        if facts is None:
-            return None
-        request = self._followed[event.request_id] = FollowedRequest(facts)
-        num_before = event.num_before if isinstance(event, Queued | Resumed) else 0
-        self._note("queued", request, at_s, num_before, *((member,) if member else ()))
-        return request
+        if request is None:
+            if isinstance(event, Queued) and len(self._followed) >= MAX_FOLLOWED:
+                return
+            request = self._describe(event.request_id)
+            if request is None:
+                return
+            self._followed[event.request_id] = request
+            waiting = event if isinstance(event, Queued | Resumed) else None
+            first = waiting or Resumed(event.request_id, 0, 0)
+            before = (first.num_before, first.num_running, first.behind)
+            self._note(Queued(event.request_id, *before), request, at_s, more)
+            if waiting is not None:
+                return
+        if isinstance(event, ComputedChunk) and step.step is not None:
+            more = {**more, "duration": round(1000 * (step.ended_s - step.step.started_s), 2)}
+        elif isinstance(event, FirstToken):
+            more = {**more, "since_received": round(1000 * (at_s - request.facts.received_s), 2)}
+        self._note(event, request, at_s, more)
 
-    def _finish(self, request_id: str, at_s: float, reason: FinishReason | None) -> None:
-        request = self._followed.pop(request_id, None)
-        if request is not None:
-            self._note("finished", request, at_s, end_of(reason).outcome, request.num_output)
-
-    def _note(self, kind: str, request: FollowedRequest, at_s: float, *values: Any) -> None:
+    def _note(
+        self, event: RequestEvent, request: FollowedRequest, at_s: float, more: dict[str, Any]
+    ) -> None:
         frame = self._frame
         full = self._max_events is not None and len(frame.events) >= self._max_events
         if full or frame.left_out.events:
             frame.left_out.events += 1 + len(frame.events)
             frame.events.clear()
         else:
-            frame.events.append(FrameEvent(kind, request, at_s, values))
+            frame.events.append(FrameEvent(event, request, at_s, more))
 
 
 class FrameWriter:
-    """Writes frames as JSON for a circle of viewers."""
+    """Writes frames as JSON for a group of viewers."""
 
     def __init__(self, zero_s: float, may_know: Callable[[RequestFacts], bool]) -> None:
         """`zero_s`: the time from which the times in frames count. `may_know` says whether the
-        circle is shown a request's name."""
+        group is shown a request's name."""
         self._zero_s = zero_s
         self._may_know = may_know
-        self._numbers: dict[FollowedRequest, int] = {}
+        self._numbers: dict[str, int] = {}
+        """the engine's id of each request that is told → its number"""
         self._num_given = 0
 
     def fields(self, frame: Frame, now_s: float) -> dict[str, Any]:
@@ -416,21 +365,18 @@ class FrameWriter:
         if frame.restarted_s is not None:
             fields["restarted"] = True
         if frame.rows:
-            fields["number"], fields["steps"] = frame.number, list(_step_rows(frame.rows, at_s))
+            fields["number"], fields["steps"] = frame.number, _step_columns(frame.rows, at_s)
         if frame.events:
             fields["events"] = [self._event(event, at_s) for event in frame.events]
         if frame.batches:
-            fields["batches"] = [
-                [kind, batch_id, round(1000 * (then_s - at_s), 2), *values]
-                for kind, batch_id, then_s, values in frame.batches
-            ]
+            fields["batches"] = [_batch(event, then_s, at_s) for event, then_s in frame.batches]
         if frame.tokens:
             counts = frame.tokens.items()
-            known = [[self._numbers.get(request), count] for request, count in counts]
-            fields["tokens"] = [pair for pair in known if pair[0] is not None]
-        for event in frame.events:
-            if event.kind == "finished":
-                self._numbers.pop(event.request, None)
+            known = ((self._numbers.get(it.state.request_id), count) for it, count in counts)
+            fields["tokens"] = {str(it): count for it, count in known if it is not None}
+        for told in frame.events:
+            if isinstance(told.event, Finished):
+                self._numbers.pop(told.event.request_id, None)
         if any(frame.gaps):
             fields["gaps"] = frame.gaps
         if frame.gauges is not None:
@@ -445,45 +391,65 @@ class FrameWriter:
         return round(1000 * (time_s - self._zero_s), 2)
 
     def _number(self, request: FollowedRequest) -> int:
-        number = self._numbers.get(request)
+        request_id = request.state.request_id
+        number = self._numbers.get(request_id)
         if number is None:
             self._num_given += 1
-            number = self._numbers[request] = self._num_given
+            number = self._numbers[request_id] = self._num_given
         return number
 
-    def _event(self, event: FrameEvent, at_s: float) -> list[Any]:
-        request, at_ms = event.request, round(1000 * (event.at_s - at_s), 2)
-        if event.kind == "queued":
-            num_before, *where = event.values
-            number = self._number(request)
-            return ["queued", number, at_ms, num_before, *self._facts(request), *where]
-        values = (
-            self._numbers.get(value) if isinstance(value, FollowedRequest) else value
-            for value in event.values
-        )
-        return [event.kind, self._number(request), at_ms, *values]
+    def _event(self, told: FrameEvent, since_s: float) -> dict[str, Any]:
+        request = told.request
+        return {
+            "event": kind_of(told.event),
+            "request": self._number(request),
+            "after": round(1000 * (told.at_s - since_s), 2),
+            **fields_of(told.event, self._numbers.get),
+            **(self._facts(request) if isinstance(told.event, Queued) else {}),
+            **told.more,
+        }
 
-    def _facts(self, request: FollowedRequest) -> tuple[Any, ...]:
+    def _facts(self, request: FollowedRequest) -> dict[str, Any]:
         facts = request.facts
-        name = facts.name if self._may_know(facts) else None
-        since_ms = self._ms(facts.received_s)
-        return name, facts.choice, facts.num_prompt, facts.max_tokens, since_ms
+        return {
+            "name": facts.name if self._may_know(facts) else None,
+            "choice": facts.choice,
+            "prompt_tokens": facts.num_prompt,
+            "max_tokens": facts.max_tokens,
+            "received": self._ms(facts.received_s),
+        }
 
-    def _snapshot(self, requests: list[FollowedRequest]) -> list[list[Any]]:
-        numbers = {request: self._number(request) for request in requests}
+    def _snapshot(self, requests: list[FollowedRequest]) -> dict[str, list[Any]]:
+        numbers = {it.state.request_id: self._number(it) for it in requests}
         self._numbers = numbers
-        return [
-            [
-                number,
-                request.state,
-                *self._facts(request),
-                request.num_cached,
-                request.num_computed,
-                request.num_output,
-                *([request.member] if request.member else []),
-            ]
-            for request, number in numbers.items()
-        ]
+        return _columns(
+            {
+                "request": numbers[request.state.request_id],
+                **state_fields(request.state),
+                **self._facts(request),
+            }
+            for request in requests
+        )
+
+
+def state_fields(state: RequestState) -> dict[str, Any]:
+    """What a frame says of the state of a request."""
+    return {
+        "state": state.status,
+        "cached_tokens": state.num_cached,
+        "computed_tokens": state.num_computed,
+        "output_tokens": state.num_output,
+        "replica": state.member,
+    }
+
+
+def _columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Rows with the same names as one list for each name, without those that say nothing."""
+    columns: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return {name: values for name, values in columns.items() if name != "replica" or any(values)}
 
 
 def _begin_of(frame: Frame, now_s: float) -> float:
@@ -494,20 +460,43 @@ def _begin_of(frame: Frame, now_s: float) -> float:
     return min(times, default=now_s)
 
 
-def _step_rows(rows: list[StepRow], since_s: float) -> Iterable[list[float | str]]:
-    for row in rows:
-        where: list[float | str] = [row.member, row.number] if row.member else []
-        yield [
-            row.num_steps,
-            round(1000 * (row.started_s - since_s), 2),
-            round(1000 * (row.ended_s - row.started_s), 2),
-            row.num_sequences,
-            row.num_prompt_tokens,
-            row.num_free_pages,
-            row.num_indexed_pages,
-            *where,
-        ]
-        since_s = row.ended_s
+def _batch(event: BatchEvent, at_s: float, since_s: float) -> dict[str, Any]:
+    match event:
+        case BatchFormed():
+            kind, at_s = "formed", event.created_s
+            more = {
+                "requests": event.num_requests,
+                "prompt_tokens": event.num_prompt_tokens,
+                "padded_tokens": event.num_padded_tokens,
+                "wait": round(1000 * event.wait_s, 2),
+            }
+        case BatchEnded():
+            kind = "ended"
+            more = {"tokens": event.num_tokens, "padded_tokens": event.num_padded_tokens}
+        case _:
+            assert_never(event)
+    after = round(1000 * (at_s - since_s), 2)
+    return {"event": kind, "batch_id": event.batch_id, "after": after, **more}
+
+
+def _step_columns(rows: list[StepRow], since_s: float) -> dict[str, list[Any]]:
+    begins = [since_s, *(row.ended_s for row in rows)]
+    columns: dict[str, list[Any]] = {
+        "count": [row.num_steps for row in rows],
+        "pause": [
+            round(1000 * (row.started_s - before_s), 2)
+            for row, before_s in zip(rows, begins, strict=False)
+        ],
+        "duration": [round(1000 * (row.ended_s - row.started_s), 2) for row in rows],
+        "sequences": [row.num_sequences for row in rows],
+        "prompt_tokens": [row.num_prompt_tokens for row in rows],
+        "free_pages": [row.num_free_pages for row in rows],
+        "cached_pages": [row.num_indexed_pages for row in rows],
+    }
+    if rows[0].member:
+        columns["replica"] = [row.member for row in rows]
+        columns["number"] = [row.number for row in rows]
+    return columns
 
 
 def written(fields: Mapping[str, Any]) -> str:

@@ -289,10 +289,10 @@ class Fleet:
                 if self._has_names:
                     step_events = msgspec.structs.replace(step_events, member=member.name)
             step = self._journal.record(outputs, held) if outputs else []
+            self._router.reported(held.load, step, step_events)
             for output in step:
                 if output.finish_reason is not None:
                     held.load.remove(output.request_id)
-            self._router.reported(held.load, step, step_events)
             self._follow(held)
             if step_events is not None and step_events.is_idle:
                 step_events = None  # it was for the router only
@@ -510,9 +510,9 @@ class Fleet:
 
     def _run(self) -> None:
         while not self._ended.wait(self._watch_s):
-            self.look()
+            self.check_health()
 
-    def look(self) -> None:
+    def check_health(self) -> None:
         """Move what silent members have, and what drains have left when they are over; called every
         `watch_s` seconds while there are several members or one drains."""
         with self._lock:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from infer.requests.state import RequestStates
 from infer.types import Request, StepOutput
 from infer.types.engine_limits import EngineLimits
-from infer.types.step_events import Admitted, Preempted, Resumed, StepEvents
+from infer.types.step_events import StepEvents
 
 
 class MemberLoad:
@@ -22,26 +23,28 @@ class MemberLoad:
         """name of the member"""
         self.limits = limits
         """limits of its engine"""
-        self.num_waiting_tokens = 0
-        """prompt and known output tokens of its requests without a seat"""
-        self._waiting: dict[str, int] = {}
-        """id → tokens of each request without a seat, in order of arrival"""
-        self._seated: dict[str, int] = {}
+        self.states = RequestStates()
+        """of its requests; tokens are those of the prompt and the known output"""
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt and known output tokens of its requests without a seat."""
+        return self.states.num_tokens("waiting", "preempted")
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a seat."""
-        return len(self._waiting)
+        """Requests without a seat, or without pages for it."""
+        return self.states.count("waiting", "preempted")
 
     @property
     def num_running(self) -> int:
         """Requests with a seat."""
-        return len(self._seated)
+        return self.states.count("running")
 
     @property
     def num_unfinished(self) -> int:
         """Requests with or without a seat."""
-        return len(self._waiting) + len(self._seated)
+        return self.num_waiting + self.num_running
 
     @property
     def has_seat(self) -> bool:
@@ -56,36 +59,37 @@ class MemberLoad:
         limit = self.limits.max_waiting_tokens
         if limit is None or is_resumed or self.num_waiting_tokens + num_tokens <= limit:
             return True
-        if self.limits.batching_mode == "static" and self._seated:
+        if self.limits.batching_mode == "static" and self.num_running:
             return False  # nobody joins a batch that runs
         return self.has_seat
 
     def holds(self, request_id: str) -> bool:
         """Whether a request is counted."""
-        return request_id in self._waiting or request_id in self._seated
+        return self.states.get(request_id) is not None
 
     def add(self, request: Request) -> None:
         """Count a request that is sent to the member."""
-        self._wait(request.request_id, num_tokens_of(request))
+        self.states.add(request.request_id, num_tokens_of(request))
 
     def remove(self, request_id: str) -> None:
         """Forget a request that has ended or moved; unknown ids are ignored."""
-        self.num_waiting_tokens -= self._waiting.pop(request_id, 0)
-        self._seated.pop(request_id, None)
+        self.states.remove(request_id)
 
     def stepped(self, step_events: StepEvents) -> None:
         """Follow the requests that got a seat or lost it."""
-        for event in step_events.events:
-            if isinstance(event, Admitted) and event.request_id in self._waiting:
-                num_tokens = self._waiting.pop(event.request_id)
-                self.num_waiting_tokens -= num_tokens
-                self._seated[event.request_id] = num_tokens
-            elif isinstance(event, Preempted | Resumed) and event.request_id in self._seated:
-                self._wait(event.request_id, self._seated.pop(event.request_id))
+        self.states.follow(step_events)
 
-    def _wait(self, request_id: str, num_tokens: int) -> None:
-        self._waiting[request_id] = num_tokens
-        self.num_waiting_tokens += num_tokens
+    def num_left(self, request_id: str, expected: int) -> int:
+        """Tokens of a request that are not computed; `expected`: until it has had a seat."""
+        state = self.states.get(request_id)
+        if state is None or state.admitted_s is None:
+            return expected
+        return max(0, state.num_tokens - state.num_computed)
+
+    def seated_s(self, request_id: str) -> float | None:
+        """When a request first got its seat; None if it has had none."""
+        state = self.states.get(request_id)
+        return None if state is None else state.admitted_s
 
 
 def num_tokens_of(request: Request) -> int:
@@ -105,7 +109,8 @@ class Router(ABC):
     def reported(  # noqa: B027
         self, member: MemberLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
     ) -> None:
-        """A member has ended a step; called after its load has followed it."""
+        """A member has ended a step; called after its load has followed it, and before those that
+        have ended leave the load."""
 
     def should_follow(self, member: MemberLoad) -> bool:
         """Whether the member is to report the pages of its prefix index from the beginning

@@ -31,7 +31,7 @@ from infer.engine.fleet.router import LeastRouter, MemberLoad, Router, num_token
 from infer.schedule.index_changes import chain
 from infer.types import Request, StepOutput
 from infer.types.page_changes import HASH_BYTES, PageChanges
-from infer.types.step_events import Admitted, ComputedChunk, ForeignLoad, Preempted, StepEvents
+from infer.types.step_events import ForeignLoad, StepEvents
 
 Routing = Literal["prefix", "least", "round-robin"]
 """how requests are divided between members"""
@@ -123,7 +123,7 @@ class _Sent:
     """A request that has no first token yet."""
 
     num_tokens: int
-    """tokens that are not computed"""
+    """tokens that are expected to be computed for it"""
     pages: Sequence[bytes]
     """hashes of its pages"""
 
@@ -140,8 +140,6 @@ class KnownMember:
     """the requests without a first token"""
     promised: Counter[bytes] = field(default_factory=Counter)
     """pages that requests without a first token are going to fill"""
-    seated_s: dict[str, float] = field(default_factory=dict)
-    """time at which each request got its seat"""
     token_s: _Mean = field(default_factory=_Mean)
     """seconds of a prompt token"""
     stay_s: _Mean = field(default_factory=_Mean)
@@ -186,26 +184,10 @@ class KnownMember:
         """Forget the requests that have left without an output."""
         for request_id in [each for each in self.sent if not load.holds(each)]:
             self.drop(request_id)
-            self.seated_s.pop(request_id, None)
 
     def stepped(self, step_events: StepEvents) -> None:
         """Follow what happened in a step."""
-        num_prompt = 0
-        for event in step_events.events:
-            sent = self.sent.get(event.request_id) if hasattr(event, "request_id") else None
-            match event:
-                case ComputedChunk():
-                    num_prompt += event.num_tokens
-                    if sent is not None:
-                        sent.num_tokens = max(0, sent.num_tokens - event.num_tokens)
-                case Admitted():
-                    if sent is not None:
-                        sent.num_tokens = event.num_tokens - event.num_cached
-                        self.seated_s[event.request_id] = step_events.ended_s
-                case Preempted():
-                    if sent is not None:
-                        sent.num_tokens += event.num_lost
-        if num_prompt:
+        if num_prompt := step_events.num_prompt_tokens:
             self.token_s.add(step_events.ended_s - step_events.started_s, num_prompt)
         seen = max(step_events.num_free_pages, step_events.num_indexed_pages)
         self.num_pages = seen if self.num_pages == float("inf") else max(self.num_pages, seen)
@@ -214,12 +196,6 @@ class KnownMember:
         if step_events.page_changes is not None:
             self.view.apply(step_events.page_changes)
             self.patience -= self.patience > 0 and step_events.page_changes.is_complete
-
-    def ended(self, request_id: str, now_s: float | None) -> None:
-        """A request has ended; `now_s`: when, if that is known."""
-        began_s = self.seated_s.pop(request_id, None)
-        if began_s is not None and now_s is not None:
-            self.stay_s.add(now_s - began_s)
 
 
 def _typical(values: Sequence[float | None], default: float) -> list[float]:
@@ -283,10 +259,11 @@ class PrefixRouter(Router):
             known.stepped(step_events)
         now_s = None if step_events is None else step_events.ended_s
         for output in outputs:
-            if output.request_id in known.sent:
-                known.drop(output.request_id)
-            if output.finish_reason is not None:
-                known.ended(output.request_id, now_s)
+            known.drop(output.request_id)
+            if output.finish_reason is not None and now_s is not None:
+                began_s = member.seated_s(output.request_id)
+                if began_s is not None:
+                    known.stay_s.add(now_s - began_s)
 
     def should_follow(self, member: MemberLoad) -> bool:
         """See `Router`."""
@@ -311,7 +288,8 @@ class PrefixRouter(Router):
         times_s = []
         for place, (load, each) in enumerate(zip(members, known, strict=True)):
             num_running = load.num_running + each.foreign.num_running
-            waiting = sum(sent.num_tokens for sent in each.sent.values())
+            sent = each.sent.items()
+            waiting = sum(load.num_left(name, request.num_tokens) for name, request in sent)
             room = each.num_empty(num_running) * load.limits.page_size
             dropped = max(0.0, own[place] - room)
             work = waiting + each.foreign.num_prompt_tokens + own[place] + dropped

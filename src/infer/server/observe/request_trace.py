@@ -16,14 +16,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, Literal, Protocol, assert_never
+from typing import Any, Protocol, assert_never
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.step_frames import FollowedRequest, RequestFacts
 from infer.errors import CancelledError, RequestError
+from infer.requests.event_fields import fields_of, kind_of
+from infer.requests.state import FoldedStep, RequestState
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
-from infer.types import FinishReason, Request, StepOutput
+from infer.types import FinishReason, Request
 from infer.types.ends import outcome_of
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 from infer.types.step_events import (
@@ -32,11 +34,9 @@ from infer.types.step_events import (
     BatchEvent,
     BatchFormed,
     ComputedChunk,
-    Preempted,
-    Queued,
+    Finished,
+    FirstToken,
     RequestEvent,
-    Resumed,
-    Speculated,
     StepEvents,
 )
 
@@ -51,8 +51,6 @@ MAX_STEPS = 256
 """number of latest steps that can explain a slow gap"""
 GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 
-ChoiceState = Literal["queued", "running", "preempted", "finished"]
-
 
 @dataclass(slots=True)
 class ChoiceTrace:
@@ -60,24 +58,17 @@ class ChoiceTrace:
 
     trace: RequestTrace
     index: int
-    num_prompt: int = 0
-    """tokens of its prompt"""
-    state: ChoiceState = "queued"
-    """the latest that the engine has reported"""
-    num_tokens: int = 0
-    """output tokens until now"""
+    state: RequestState
+    """as the engine's steps tell it; that of a request that waits until it is sent"""
     num_cached: int = 0
-    """prompt tokens that were found in the prefix cache"""
-    admitted_s: float | None = None
-    """when it first got a seat; all times are those of `time.monotonic`"""
-    first_s: float | None = None
-    """when it sampled its first token"""
-    last_s: float = 0.0
-    """when it sampled its latest token"""
+    """prompt tokens that had been found in the prefix cache when it sampled its first token"""
     reason: FinishReason | None = None
     """why it ended; None while it runs, and if its client left before the end"""
-    replica: str = ""
-    """name of the engine that has it, or had it last, where there are several"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens until now."""
+        return self.state.num_output
 
 
 @dataclass(slots=True, eq=False)
@@ -147,13 +138,9 @@ class RequestTrace:
         """The most advanced state of its choices."""
         if self.outcome is not None:
             return "finished"
-        states = [
-            choice_trace.state
-            for choice_trace in self.choices.values()
-            if choice_trace.reason is None
-        ]
-        order = ("running", "preempted", "queued")
-        return next((state for state in order if state in states), "running")
+        found = {each.state.status for each in self.choices.values() if each.reason is None}
+        order = {"running": "running", "preempted": "preempted", "waiting": "queued"}
+        return next((shown for status, shown in order.items() if status in found), "running")
 
     @property
     def batch_ids(self) -> list[str]:
@@ -185,8 +172,8 @@ class RequestTrace:
         return None if time_s is None else _ms(time_s, self.context)
 
     def earliest(self, name: str) -> float | None:
-        """Earliest time among its choices; `name`: the attribute of `ChoiceTrace`."""
-        times = [getattr(choice_trace, name) for choice_trace in self.choices.values()]
+        """Earliest time among its choices; `name`: the attribute of `RequestState`."""
+        times = [getattr(choice_trace.state, name) for choice_trace in self.choices.values()]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
 
@@ -197,7 +184,7 @@ def _ms(time_s: float, context: RequestContext) -> float:
 class EngineWatcher(Protocol):
     """Gets what the engine reports, as long as somebody watches."""
 
-    def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
+    def stepped(self, step: FoldedStep) -> None:
         """See `Observer`."""
 
     def left(self, request_id: str, reason: FinishReason | None) -> None:
@@ -257,30 +244,18 @@ class RequestTraces:
         """Call `watcher` no more."""
         self._watchers.remove(watcher)
 
-    def facts_of(self, request_id: str) -> RequestFacts | None:
-        """What does not change about a choice, by the engine's id; None once its trace has
-        ended."""
-        choice_trace = self._choices.get(request_id)
-        return None if choice_trace is None else _facts(choice_trace)
+    def followed(self, request_id: str) -> FollowedRequest | None:
+        """A choice as frames tell of it, by the engine's id; None once its trace has ended."""
+        choice = self._choices.get(request_id)
+        return None if choice is None else FollowedRequest(_facts(choice), choice.state)
 
-    def followed(self) -> Iterator[tuple[str, FollowedRequest]]:
-        """The engine's ids of the choices that it has not finished, and their present state."""
-        for request_id, choice in self._choices.items():
-            if choice.reason is not None or choice.state == "finished":
-                continue
-            has_output = choice.first_s is not None
-            yield (
-                request_id,
-                FollowedRequest(
-                    _facts(choice),
-                    "waiting" if choice.state == "queued" else choice.state,
-                    num_cached=choice.num_cached,
-                    num_computed=choice.num_prompt if has_output else 0,
-                    num_output=choice.num_tokens,
-                    last_s=choice.last_s if has_output else None,
-                    member=choice.replica,
-                ),
-            )
+    def unfinished(self) -> list[str]:
+        """The engine's ids of the choices that it has not finished."""
+        return [
+            request_id
+            for request_id, choice in self._choices.items()
+            if choice.reason is None and choice.state.status != "finished"
+        ]
 
     # ---- from the server
 
@@ -296,7 +271,8 @@ class RequestTraces:
         max_tokens, max_events = requests[0].max_tokens, self._limits.max_trace_events
         trace = RequestTrace(answer_id, owner, context, num_prompt, max_tokens, max_events)
         for index, request in enumerate(requests):
-            choice_trace = ChoiceTrace(trace, index, len(request.prompt_token_ids))
+            state = RequestState(request.request_id, len(request.prompt_token_ids))
+            choice_trace = ChoiceTrace(trace, index, state)
             trace.choices[request.request_id] = self._choices[request.request_id] = choice_trace
         self._open[context.id] = trace
         trace.record(context.received_s, 0, "received")
@@ -374,47 +350,40 @@ class RequestTraces:
         """Number of choices of an owner's requests that wait for a seat; 0 without keys. Its time
         is linear in the number of open choices."""
         choices = self._choices.values() if owner else ()
-        return sum(t.trace.owner == owner and t.state == "queued" for t in choices)
+        return sum(t.trace.owner == owner and t.state.status == "waiting" for t in choices)
 
     # ---- from the engine
 
-    def stepped(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
+    def entered(self, request: Request, state: RequestState) -> None:
+        """See `Observer`."""
+        if (choice_trace := self._choices.get(request.request_id)) is not None:
+            choice_trace.state = state
+
+    def stepped(self, step: FoldedStep) -> None:
         """See `Observer`. This is a hot path: it runs for each sequence of each step."""
         for watcher in self._watchers:
-            watcher.stepped(outputs, step_events)
-        if step_events is None:
+            watcher.stepped(step)
+        if step.step is None:
             return
-        self._steps.append(step_events)
-        choices, now_s = self._choices, step_events.ended_s
-        for event in step_events.events:
+        self._steps.append(step.step)
+        choices, known_s, bucket = self._choices, -1.0, 0
+        for event, at_s in step.events:
             if isinstance(event, BatchEvent):
-                self._record_batch(event, step_events.member)
+                self._record_batch(event, step.member)
             elif (choice_trace := choices.get(event.request_id)) is not None:
-                self._record_event(choice_trace, event, step_events)
-        known_s, bucket = -1.0, 0
-        for output in outputs:
-            choice_trace = choices.get(output.request_id)
-            if choice_trace is None:
+                self._record_event(choice_trace, event, at_s, step.step)
+        for state, number, before_s in step.tokens:
+            if before_s is None or (choice_trace := choices.get(state.request_id)) is None:
                 continue
-            if output.finish_reason is not None:
-                choice_trace.state = "finished"
-            if output.token_id is None:
-                continue
-            choice_trace.num_tokens += 1
-            if choice_trace.first_s is None:
-                choice_trace.first_s, choice_trace.num_cached = now_s, output.num_cached
-                choice_trace.trace.record(now_s, choice_trace.index, "first_token")
-            else:
-                gap_s = now_s - choice_trace.last_s
-                if gap_s != known_s:  # most gaps of a step are equal
-                    known_s, bucket = gap_s, bisect_left(GAP_BUCKETS_S, gap_s)
-                self.gaps.add_to(bucket, gap_s)
-                gaps = choice_trace.trace.gaps
-                if len(gaps) < NUM_GAPS or gap_s > gaps[-1][0]:
-                    self._note_gap(choice_trace, gap_s, step_events)
-            choice_trace.last_s = now_s
+            gap_s = step.ended_s - before_s
+            if gap_s != known_s:  # most gaps of a step are equal
+                known_s, bucket = gap_s, bisect_left(GAP_BUCKETS_S, gap_s)
+            self.gaps.add_to(bucket, gap_s)
+            gaps = choice_trace.trace.gaps
+            if len(gaps) < NUM_GAPS or gap_s > gaps[-1][0]:
+                self._note_gap(choice_trace, number, before_s, step.step)
         for listener in self.on_step:
-            listener(step_events)
+            listener(step.step)
 
     def left(self, request_id: str, reason: FinishReason | None) -> None:
         """See `Observer`."""
@@ -447,50 +416,25 @@ class RequestTraces:
             trace.batches.append(batch)
 
     def _record_event(
-        self, choice_trace: ChoiceTrace, event: RequestEvent, step_events: StepEvents
+        self, choice_trace: ChoiceTrace, event: RequestEvent, at_s: float, step_events: StepEvents
     ) -> None:
-        trace, at_s = choice_trace.trace, step_events.started_s
-        details: dict[str, Any]
-        match event:
-            case Queued() | Resumed():
-                choice_trace.state = "queued"
-                kind = "queued" if isinstance(event, Queued) else "resumed"
-                # Once each: the choices of a request have one name.
-                behind = list(dict.fromkeys(self._shown(name, trace) for name in event.behind))
-                details = {
-                    "waiting_before": event.num_before,
-                    "running": event.num_running,
-                    "behind": behind,
-                }
-                if isinstance(event, Resumed) and event.has_other_bits:
-                    details["tokens_may_differ"] = True
-            case Admitted():
-                choice_trace.state = "running"
-                if choice_trace.admitted_s is None:
-                    choice_trace.admitted_s = at_s
-                kind = "admitted"
-                details = {"cached_tokens": event.num_cached, "of_tokens": event.num_tokens}
-                if event.batch_id is not None:
-                    details["batch_id"] = event.batch_id
-                    self._join_batch(trace, event.batch_id, step_events.member)
-            case ComputedChunk():
-                kind, at_s = "chunk", step_events.ended_s
-                details = {"from_token": event.start, "tokens": event.num_tokens}
-            case Preempted():
-                choice_trace.state = kind = "preempted"
-                needed_by = () if event.needed_by is None else (event.needed_by,)
-                shown = [self._shown(name, trace) for name in needed_by]
-                details = {"lost_tokens": event.num_lost, "needed_by": shown}
-            case Speculated():
-                kind, at_s = "speculated", step_events.ended_s
-                details = {"proposed": event.num_proposed, "accepted": event.num_accepted}
-            case _:
-                assert_never(event)
+        trace = choice_trace.trace
+        if isinstance(event, Finished):
+            return  # the trace ends with the answer
+        if isinstance(event, FirstToken):
+            choice_trace.num_cached = event.num_cached
+            trace.record(at_s, choice_trace.index, kind_of(event))
+            return
+        if isinstance(event, Admitted) and event.batch_id is not None:
+            self._join_batch(trace, event.batch_id, step_events.member)
+        if isinstance(event, ComputedChunk):
+            at_s = step_events.ended_s
+        details = fields_of(event, lambda name: self._shown(name, trace))
         details["step"] = step_events.number
         if step_events.member:
-            details["replica"] = choice_trace.replica = step_events.member
+            details["replica"] = step_events.member
             trace.ran_on(step_events.member)
-        trace.record(at_s, choice_trace.index, kind, **details)
+        trace.record(at_s, choice_trace.index, kind_of(event), **details)
 
     def _shown(self, name: str, trace: RequestTrace) -> str:
         """The name of a request in the trace of another one."""
@@ -499,27 +443,31 @@ class RequestTraces:
             return "somebody else's"
         return "another choice of it" if choice_trace.trace is trace else choice_trace.trace.id
 
-    def _note_gap(self, choice_trace: ChoiceTrace, gap_s: float, step_events: StepEvents) -> None:
-        trace = choice_trace.trace
-        member = step_events.member
+    def _note_gap(
+        self, choice_trace: ChoiceTrace, number: int, before_s: float, step_events: StepEvents
+    ) -> None:
+        """Note the gap before a token, the `number`-th of its choice."""
+        trace, member, gap_s = (
+            choice_trace.trace,
+            step_events.member,
+            step_events.ended_s - before_s,
+        )
         within = [
-            step
-            for step in self._steps
-            if step.started_s >= choice_trace.last_s and step.member == member
+            step for step in self._steps if step.started_s >= before_s and step.member == member
         ]
         slowest = max(within, key=lambda step: step.ended_s - step.started_s, default=step_events)
         chunks = [event for event in slowest.events if isinstance(event, ComputedChunk)]
         details = {
             "gap_ms": round(1000 * gap_s, 3),
             "at_ms": trace.ms(step_events.ended_s),
-            "token": choice_trace.num_tokens,
+            "token": number,
             "choice": choice_trace.index,
             "steps": max(1, len(within)),
             "slowest_step": {
                 "step": slowest.number,
                 "step_ms": round(1000 * (slowest.ended_s - slowest.started_s), 3),
                 "sequences": slowest.num_sequences,
-                "prompt_tokens": sum(event.num_tokens for event in chunks),
+                "prompt_tokens": slowest.num_prompt_tokens,
                 "prompts_of": [self._shown(event.request_id, trace) for event in chunks[:4]],
                 **({"replica": member} if member else {}),
             },
@@ -535,7 +483,7 @@ def _facts(choice: ChoiceTrace) -> RequestFacts:
         trace.id,
         choice.index,
         trace.owner,
-        choice.num_prompt,
+        choice.state.num_tokens,
         trace.max_tokens,
         trace.context.received_s,
     )

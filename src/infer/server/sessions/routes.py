@@ -22,7 +22,6 @@ from typing import Annotated, Any
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from infer.errors import ConfigError, UnprocessableError
 from infer.server.http.context import RequestContext
@@ -276,7 +275,7 @@ class SessionRoutes:
         return found
 
     @takes(SessionBody, refuses=(404, 429))
-    async def _create(self, http: HttpRequest) -> Response:
+    async def create(self, http: HttpRequest) -> Response:
         """Make a session: a conversation that the server stores."""
         body = await self._pool.read_object(http)
         wire = await self._pool.run(http, schema_base.read, SessionBody, body, http.scope[IGNORED])
@@ -284,13 +283,13 @@ class SessionRoutes:
         return await self._call(http, "create", wire.title, messages)
 
     @takes(refuses=(404,))
-    async def _list(self, http: HttpRequest) -> Response:
+    async def listed(self, http: HttpRequest) -> Response:
         """List the sessions of this key, the last used one first."""
         owner = tenant_of(http.scope).key.id
         data = await self._threads.call(owner, self._call_store, "all", owner)
         return JSONResponse({"object": "list", "data": data})
 
-    async def _read(self, http: HttpRequest) -> Response:
+    async def read(self, http: HttpRequest) -> Response:
         """Get a session with its messages."""
         where = (tenant_of(http.scope).key.id, http.path_params["id"])
         num_bytes = await self._threads.call(where[0], self._call_store, "num_bytes", *where)
@@ -298,18 +297,18 @@ class SessionRoutes:
         return await self._pool.render(http, num_bytes, json_response, found)
 
     @takes(RenameBody)
-    async def _rename(self, http: HttpRequest) -> Response:
+    async def rename(self, http: HttpRequest) -> Response:
         """Change the title of a session."""
         wire = schema_base.read(RenameBody, await self._pool.read_object(http), http.scope[IGNORED])
         return await self._call(http, "rename", http.path_params["id"], wire.title)
 
-    async def _delete(self, http: HttpRequest) -> Response:
+    async def delete(self, http: HttpRequest) -> Response:
         """Delete a session."""
         await self._call(http, "delete", name := http.path_params["id"])
         return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
 
     @takes(ForkBody, refuses=(429,))
-    async def _fork(self, http: HttpRequest) -> Response:
+    async def fork(self, http: HttpRequest) -> Response:
         """Make a session that begins with the first `at` messages of this one."""
         wire = schema_base.read(ForkBody, await self._pool.read_object(http), http.scope[IGNORED])
         return await self._call(http, "fork", http.path_params["id"], wire.at)
@@ -327,15 +326,3 @@ class SessionRoutes:
         self._threads.close()
         if "_sessions" in self.__dict__:
             self._sessions.close()
-
-    def routes(self) -> list[Route]:
-        """The endpoints with their paths and methods."""
-        one = "/v1/sessions/{id}"
-        return [
-            Route("/v1/sessions", self._create, methods=["POST"]),
-            Route("/v1/sessions", self._list, methods=["GET"]),
-            Route(one, self._read, methods=["GET"]),
-            Route(one, self._rename, methods=["PATCH"]),
-            Route(one, self._delete, methods=["DELETE"]),
-            Route(f"{one}/fork", self._fork, methods=["POST"]),
-        ]

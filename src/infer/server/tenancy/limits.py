@@ -68,7 +68,7 @@ class Tenant:
         }
 
     @property
-    def sight(self) -> str | None:
+    def visible_to(self) -> str | None:
         """Id of the key whose requests it may see; None = those of all keys."""
         return None if self.key.limits.admin else self.key.id
 

@@ -2,6 +2,8 @@
  * Times are milliseconds since `hello.time`. Memory is bounded by `KEPT_MS`. Where several engines serve the model
  * (replicas), each has its own steps, seats and pages; one engine without a name is the replica "". */
 
+import { RequestState, rowsOf } from "./states.js";
+
 /** How long things are kept, in milliseconds. */
 export const KEPT_MS = 600_000;
 const MAX_STEPS = 400_000;
@@ -10,23 +12,22 @@ const MAX_STEPS = 400_000;
 /** @typedef {{kind: Kind, from: number, to: number | null, lane: number, tokens: number, replica: string}} Span
  * a part of a request's bar; `lane` is a seat of the replica, or -1 - the place in the queue */
 
-/** A request's bar. */
-export class Bar {
-  /** @param {number} number @param {string | null} name @param {number} choice @param {number} prompt
-   * @param {number} most @param {number} since */
-  constructor(number, name, choice, prompt, most, since) {
+/** A request and its bar. */
+export class Bar extends RequestState {
+  /** @param {number} number @param {Record<string, any>} told */
+  constructor(number, told) {
+    super();
     this.number = number;
-    this.name = name;
-    this.choice = choice;
-    this.prompt = prompt;
-    this.most = most;
-    this.since = since;
-    this.state = "waiting";
-    /** Name of the replica that has it, or had it last. */
-    this.replica = "";
-    this.cached = 0;
-    this.computed = 0;
-    this.output = 0;
+    /** @type {string | null} */
+    this.name = told.name;
+    /** @type {number} */
+    this.choice = told.choice;
+    /** @type {number} */
+    this.prompt = told.prompt_tokens;
+    /** @type {number} */
+    this.most = told.max_tokens;
+    /** @type {number} */
+    this.since = told.received;
     /** @type {number | null} */
     this.firstMs = null;
     /** @type {number | null} */
@@ -134,14 +135,12 @@ export class History {
     this.start = Math.min(this.start, frame.at);
     if (frame.restarted) this._restart(frame.at);
     this._steps(frame);
-    for (const [kind, number, after, ...values] of frame.events ?? []) {
-      this._event(kind, number, frame.at + after, values);
-    }
-    for (const [kind, , after] of frame.batches ?? []) if (kind === "formed") this.batches.push(frame.at + after);
+    for (const event of frame.events ?? []) this._event(event, frame.at + event.after);
+    for (const { event, after } of frame.batches ?? []) if (event === "formed") this.batches.push(frame.at + after);
     let total = 0;
-    for (const [number, count] of frame.tokens ?? []) {
+    for (const [number, count] of Object.entries(frame.tokens ?? {})) {
       total += count;
-      const bar = this.open.get(number);
+      const bar = this.open.get(Number(number));
       if (bar) bar.output += count;
     }
     if (total) this.output.add(this.now, total);
@@ -195,62 +194,61 @@ export class History {
   _steps(frame) {
     let at = frame.at;
     if (frame.number !== undefined) this.number = frame.number;
-    for (const [count, pause, ms, sequences, prompt, free, cached, name = "", own] of frame.steps ?? []) {
-      at += pause;
+    for (const row of rowsOf(frame.steps ?? {})) {
+      const { count, duration: ms, sequences, prompt_tokens: prompt, free_pages: free, cached_pages: cached } = row;
+      at += row.pause;
       this.number += count;
-      this.replica(name).steps.add(at, { number: own ?? this.number, count, ms, sequences, prompt, free, cached });
+      this.replica(row.replica ?? "").steps.add(at, { number: row.number ?? this.number, count, ms, sequences, prompt, free, cached });
       at += ms;
       this.now = Math.max(this.now, at);
     }
   }
 
-  /** @param {string} kind @param {number} number @param {number} at @param {any[]} values */
-  _event(kind, number, at, values) {
-    if (kind === "queued" && !this.open.has(number)) {
-      const [, name, choice, prompt, most, since, replica = ""] = values;
-      const bar = new Bar(number, name, choice, prompt, most, since);
-      bar.replica = replica;
-      this.open.set(number, bar);
-      this._begin(bar, "waiting", Math.min(since, at), this._queueRow());
+  /** @param {import("./states.js").FrameEvent} event @param {number} at */
+  _event(event, at) {
+    const known = this.open.get(event.request);
+    if (!known && event.event !== "queued") return;
+    const bar = known ?? new Bar(event.request, event);
+    bar.apply(event);
+    if (!known) {
+      this.open.set(bar.number, bar);
+      this._begin(bar, "waiting", Math.min(bar.since, at), this._queueRow());
       return;
     }
-    const bar = this.open.get(number);
-    if (!bar) return;
-    switch (kind) {
+    switch (event.event) {
       case "admitted":
-        bar.state = "running";
-        bar.cached = bar.computed = values[0];
-        bar.replica = values[2] ?? "";
         this._begin(bar, "prompt", at, this._seat(bar.replica));
-        if (values[0]) bar.spans.push({ kind: "cached", from: at, to: at, lane: bar.last.lane, tokens: values[0], replica: bar.replica });
+        if (bar.cached) bar.spans.push({ kind: "cached", from: at, to: at, lane: bar.last.lane, tokens: bar.cached, replica: bar.replica });
         break;
-      case "chunk":
-        bar.computed = values[0] + values[1];
-        bar.spans.push({ kind: "chunk", from: at, to: at + values[2], lane: this._laneOf(bar), tokens: values[1], replica: bar.replica });
-        if (bar.firstMs !== null) this._begin(bar, "decode", at + values[2], this._laneOf(bar));
+      case "chunk": {
+        const to = at + event.duration;
+        bar.spans.push({ kind: "chunk", from: at, to, lane: this._laneOf(bar), tokens: event.tokens, replica: bar.replica });
+        if (bar.firstMs !== null) this._begin(bar, "decode", to, this._laneOf(bar));
         break;
+      }
       case "first_token":
-        bar.firstMs = values[0];
-        this.first.add(at, values[0]);
+        bar.firstMs = event.since_received;
+        this.first.add(at, event.since_received);
         this._begin(bar, "decode", at, this._laneOf(bar));
         break;
       case "preempted":
       case "resumed":
-        bar.state = kind === "resumed" ? "waiting" : "preempted";
-        if (kind === "resumed") bar.replica = values[1] ?? "";
-        bar.computed = 0;
-        this._begin(bar, kind === "resumed" ? "waiting" : "preempted", at, this._queueRow());
+        this._begin(bar, event.event === "resumed" ? "waiting" : "preempted", at, this._queueRow());
         break;
       case "finished":
-        bar.state = "finished";
-        [bar.reason, bar.output = bar.output] = values;
-        bar.end = at;
-        this._close(bar, at);
-        this.open.delete(number);
-        this.ended.push(bar);
+        this._end(bar, event.outcome, at);
         break;
       default:
     }
+  }
+
+  /** @param {Bar} bar @param {string} reason @param {number} at */
+  _end(bar, reason, at) {
+    bar.reason = reason;
+    bar.end = at;
+    this._close(bar, at);
+    this.open.delete(bar.number);
+    this.ended.push(bar);
   }
 
   /** @param {Bar} bar */
@@ -303,37 +301,33 @@ export class History {
   _restart(at) {
     this.restarts.push(at);
     for (const bar of this.open.values()) {
-      if (bar.state !== "running") continue;
-      bar.state = "waiting";
-      bar.computed = 0;
-      this._begin(bar, "waiting", at, this._queueRow());
+      const hadSeat = bar.state === "running";
+      bar.restart();
+      if (hadSeat) this._begin(bar, "waiting", at, this._queueRow());
     }
   }
 
-  /** The state of all requests, after something was left out. @param {any[][]} rows */
-  _replace(rows) {
-    const known = new Set(rows.map((row) => row[0]));
+  /** The state of all requests, after something was left out. @param {Record<string, any[]>} columns */
+  _replace(columns) {
+    const known = new Set(columns.request ?? []);
     for (const [number, bar] of this.open) {
-      if (known.has(number)) continue;
-      this._event("finished", number, this.now, [""]);
-      bar.reason = "?";
+      if (!known.has(number)) this._end(bar, "?", this.now);
     }
-    for (const [number, state, name, choice, prompt, most, since, cached, computed, output, replica = ""] of rows) {
-      let bar = this.open.get(number);
-      if (!bar) {
-        bar = new Bar(number, name, choice, prompt, most, since);
-        this.open.set(number, bar);
-      }
-      Object.assign(bar, { cached, computed, output, replica });
+    for (const row of rowsOf(columns)) {
+      const bar = this.open.get(row.request) ?? new Bar(row.request, row);
+      this.open.set(bar.number, bar);
+      const before = bar.state;
+      bar.set(row);
+      const { state } = row;
+      const { output, replica, since } = bar;
       const kind = state === "running" ? (output ? "decode" : "prompt") : state;
       const isSeated = state === "running";
       const hasMoved = isSeated && bar.last?.replica !== replica;
-      if (bar.state !== state || !bar.last || bar.last.kind !== kind || hasMoved) {
+      if (before !== state || !bar.last || bar.last.kind !== kind || hasMoved) {
         const isThere = bar.last && bar.last.lane >= 0 === isSeated && !hasMoved;
         const lane = isThere ? bar.last.lane : isSeated ? this._seat(replica) : this._queueRow();
         this._begin(bar, kind, bar.last || isSeated ? this.now : Math.min(since, this.now), lane);
       }
-      bar.state = state;
     }
   }
 

@@ -1,6 +1,7 @@
 /** Recordings of an engine's steps: keeping the last minutes, saving and opening files. */
 
 import { History, KEPT_MS } from "./history.js";
+import { columnsOf } from "./states.js";
 
 export const FORMAT = "infer-recording";
 /** The largest file that is opened, in bytes. */
@@ -29,10 +30,10 @@ export class Keeper {
 
   /** @returns {Recording} */
   recording() {
-    const requests = [...this.before.open.values()].map((bar) => [
-      bar.number, bar.state, bar.name, bar.choice, bar.prompt, bar.most, bar.since,
-      bar.cached, bar.computed, bar.output, ...(bar.replica ? [bar.replica] : []),
-    ]);
+    const requests = columnsOf([...this.before.open.values()].map((bar) => ({
+      request: bar.number, name: bar.name, choice: bar.choice, prompt_tokens: bar.prompt,
+      max_tokens: bar.most, received: bar.since, ...bar.row(),
+    })));
     const at = this.frames[0]?.at ?? 0;
     const first = { at, requests, gauges: this.before.gauges };
     return { format: FORMAT, hello: this.hello, frames: [first, ...this.frames] };
@@ -52,7 +53,7 @@ export function save(recording, name) {
 /** @param {unknown} value @returns {value is Recording} */
 function isRecording(value) {
   const found = /** @type {any} */ (value);
-  return found?.format === FORMAT && found.hello?.version === 1 && Array.isArray(found.hello.gap_bounds_ms)
+  return found?.format === FORMAT && found.hello?.version === 2 && Array.isArray(found.hello.gap_bounds_ms)
     && Array.isArray(found.frames) && found.frames.every((/** @type {any} */ each) => typeof each?.at === "number");
 }
 

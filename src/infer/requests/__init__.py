@@ -1,0 +1,1 @@
+"""The state of each request, as those see it who are not its engine."""
