@@ -92,7 +92,7 @@ def test_every_request_has_the_tokens_that_it_has_alone() -> None:
             sums[name] += getattr(stats, name)
         preemptions += stats.num_preemptions
         modes.add(workload.scheduler.config.batching_mode)
-        backends.add(workload.scheduler.config.keep_computed)
+        backends.add(workload.allocator.keeps_computed)
         reasons |= set(stats.num_finished)
         evictions += drafter.allocator.num_evictions
         cells += vars(drafter)["_runner"].num_cells
