@@ -13,10 +13,11 @@ from infer.config import EngineConfig, SpeculativeConfig
 from infer.errors import ConfigError
 from infer.schedule import sequence as sequence_module
 from infer.schedule.committer import Committer
+from infer.schedule.cost_model import StepTimes, worthwhile
 from infer.schedule.ngram_index import MAX_PAUSE, MIN_PAUSE, Guesses, NgramIndex, Prediction
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.sequence import Chunk, Plan, Sampled
-from infer.schedule.speculation import Speculator, StepCosts, worthwhile
+from infer.schedule.speculation import Speculator
 from infer.types import FinishReason, Request, SamplingParams
 from tests.support import doubles
 from tests.support.doubles import make_hash_core, solo
@@ -332,20 +333,21 @@ def test_a_token_is_proposed_while_it_is_probable_enough() -> None:
 
 def test_the_price_of_a_row_follows_from_step_times() -> None:
     def price(cost_ms: Callable[[int], float], num_rows: int) -> float | None:
-        costs = StepCosts()
+        costs = StepTimes()
         for rows in (1, 9, 1, 5, 2, 9, 1):
             costs.record(rows, cost_ms(rows))
-        return costs.price_of_row(num_rows)
+        found = costs.cost(num_rows)
+        return None if found is None else found.price
 
     assert price(lambda rows: 10.0, 1) == pytest.approx(0.0)
     assert price(lambda rows: 8.0 + 2 * rows, 1) == pytest.approx(0.2)
     assert price(lambda rows: 8.0 + 2 * rows, 16) == pytest.approx(0.8)
     assert price(lambda rows: 2.0 * rows, 4) == pytest.approx(1.0)
     assert price(lambda rows: 20.0 - rows, 4) == 0.0
-    alike = StepCosts()
+    alike = StepTimes()
     for _ in range(20):
         alike.record(4, 10.0)
-    assert alike.price_of_row(4) is None
+    assert alike.cost(4) is None
 
 
 def test_a_sequence_that_is_not_worth_it_is_tried_more_and_more_rarely() -> None:
