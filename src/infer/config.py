@@ -587,7 +587,3 @@ class SchedulerConfig:
     """Settings of speculation; None: no tokens are proposed."""
     hold_pages_until_batch_ends: bool = False
     """Whether a finished sequence keeps its pages until its whole batch has finished."""
-    keep_computed: bool = True
-    """Whether keys and values are kept after a token has been sampled. If not, every token is
-    sampled from a chunk of the whole sequence, so `max_num_batched_tokens` must be at least
-    `max_seq_len`."""

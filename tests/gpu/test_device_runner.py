@@ -192,7 +192,7 @@ def test_without_a_cache(
     model: Model, expected: dict[str, list[StepOutput]], device: torch.device
 ) -> None:
     """Whoever has a pending token sits out, since every chunk holds all tokens of its sequence."""
-    core = core_of(device_runner(model, device, graphs=False), max_seq_len=13, keep_computed=False)
+    core = core_of(device_runner(model, device, graphs=False), max_seq_len=13, keeps_computed=False)
     core.scheduler.allocator.enable_prefix_caching = False
     chosen = [r for r in REQUESTS if r.request_id in ("greedy", "top-p")]
     outputs = tokens(run(core, chosen))

@@ -18,8 +18,10 @@ import pytest
 from infer.config import BATCHING_MODES
 from infer.engine.core import EngineCore
 from infer.errors import DeviceLostError
+from infer.schedule.committer import Committer
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Plan, Sampled
+from infer.schedule.step_planner import StepPlanner
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
 from tests.support.doubles import AheadHashRunner, Landed, make_hash_core, solo
 from tests.support.workloads import Seen, Workload
@@ -68,34 +70,40 @@ def rewritten(function: Callable[..., Any], old: str, new: str) -> Callable[...,
     return made
 
 
+def owner_of(method: Callable[..., Any]) -> type:
+    """The class that a method belongs to."""
+    owner: type = vars(sys.modules[method.__module__])[method.__qualname__.partition(".")[0]]
+    return owner
+
+
 FAULTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "the token goes to the end of the list": (
-        Scheduler._append_token,
+        Committer._append_token,
         "sequence.tokens[end] = result.token_id",
         "sequence.tokens[-1] = result.token_id",
     ),
     "pending tokens count towards the end": (
-        Scheduler._append_token,
+        Committer._append_token,
         "num_output = end + 1 - sequence.num_prompt",
         "num_output = sequence.num_output",
     ),
     "pages are indexed that a preempted sequence has lost": (
-        Scheduler.commit,
+        Committer.commit,
         "if sequence.num_preemptions == advanced.num_preemptions:",
         "if True:",
     ),
     "pages are indexed up to what flies": (
-        Scheduler.commit,
+        Committer.commit,
         "allocator.commit(table, sequence.tokens, end)",
         "allocator.commit(table, sequence.tokens, len(sequence.tokens))",
     ),
     "a late row is delivered": (
-        Scheduler.commit,
+        Committer.commit,
         "if sequence.status is Status.FINISHED:",
         "if False:",
     ),
     "who reads its output does not sit out": (
-        Scheduler._hand_out_tokens,
+        StepPlanner.plan,
         "len(tokens) >= sequence.max_length or sequence.reads_output",
         "len(tokens) >= sequence.max_length",
     ),
@@ -107,7 +115,7 @@ def test_the_workloads_notice_a_rule_that_is_broken(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, old, new = FAULTS[name]
-    monkeypatch.setattr(Scheduler, function.__name__, rewritten(function, old, new))
+    monkeypatch.setattr(owner_of(function), function.__name__, rewritten(function, old, new))
     with pytest.raises((AssertionError, IndexError, KeyError, ValueError)):
         run_workloads(150)
 
@@ -423,14 +431,14 @@ def test_the_length_of_steps_follows_from_the_time_of_the_device() -> None:
 
 OTHER_FAULTS: dict[str, tuple[Callable[..., Any], str, str, Callable[[], None]]] = {
     "what is behind the last token is offered": (
-        Scheduler._hand_out_tokens,
+        StepPlanner.plan,
         "len(tokens) >= sequence.max_length or sequence.reads_output",
         "sequence.reads_output",
         test_nothing_is_computed_behind_the_last_token,
     ),
     "pages in flight do not count as being computed": (
-        Scheduler._keys_being_computed,
-        "for advanced in self._launched:",
+        StepPlanner._keys_being_computed,
+        "for advanced in launched:",
         "for advanced in ():",
         test_a_prefix_that_flies_is_not_computed_twice,
     ),
@@ -441,7 +449,7 @@ OTHER_FAULTS: dict[str, tuple[Callable[..., Any], str, str, Callable[[], None]]]
         test_the_length_of_steps_follows_from_the_time_of_the_device,
     ),
     "late rows are not counted": (
-        Scheduler.commit,
+        Committer.commit,
         "stats.num_late_tokens += result is not None",
         "pass",
         test_the_row_of_who_was_aborted_comes_late,
@@ -484,9 +492,8 @@ def test_a_rule_of_the_core_that_is_broken_is_noticed(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, old, new, test = OTHER_FAULTS[name]
-    owner = Scheduler if hasattr(Scheduler, function.__name__) else EngineCore
     test()
-    monkeypatch.setattr(owner, function.__name__, rewritten(function, old, new))
+    monkeypatch.setattr(owner_of(function), function.__name__, rewritten(function, old, new))
     # pytest's own failures (DID NOT RAISE) do not derive from Exception.
     with pytest.raises(BaseException) as caught:  # noqa: PT011
         test()

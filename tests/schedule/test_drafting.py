@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from infer.config import SpeculativeConfig
+from infer.schedule.cost_model import DraftTimes, StepCost, draft_counts
 from infer.schedule.drafting import Drafter
 from infer.schedule.sequence import Plan, Sampled, Sequence
-from infer.schedule.speculation import DraftTimes, Speculator, draft_counts
+from infer.schedule.speculation import Speculator
 from infer.types import FinishReason, Request, SamplingParams
 from tests.support import doubles
 from tests.support.cases import slow_but
@@ -92,7 +93,7 @@ def test_every_request_has_the_tokens_that_it_has_alone() -> None:
             sums[name] += getattr(stats, name)
         preemptions += stats.num_preemptions
         modes.add(workload.scheduler.config.batching_mode)
-        backends.add(workload.scheduler.config.keep_computed)
+        backends.add(workload.allocator.keeps_computed)
         reasons |= set(stats.num_finished)
         evictions += drafter.allocator.num_evictions
         cells += vars(drafter)["_runner"].num_cells
@@ -349,7 +350,10 @@ def test_the_numbers_of_drafted_tokens_give_most_tokens_a_second(
         return tokens / took_ms
 
     counts = draft_counts(
-        [acceptance] * num_sequences, [8] * num_sequences, num_sequences, step_ms, row_ms, ratio
+        [acceptance] * num_sequences,
+        [8] * num_sequences,
+        StepCost(num_sequences, step_ms, row_ms),
+        ratio,
     )
     assert len(set(counts)) == 1
     most = max(map(rate, range(9)))
@@ -357,21 +361,21 @@ def test_the_numbers_of_drafted_tokens_give_most_tokens_a_second(
 
 
 def test_sequences_of_a_step_are_drafted_for_by_their_own_acceptance() -> None:
-    counts = draft_counts([0.95, 0.5, 0.05], [8, 8, 8], 3, 10.0, 0.3, 0.05)
+    counts = draft_counts([0.95, 0.5, 0.05], [8, 8, 8], StepCost(3, 10.0, 0.3), 0.05)
     assert counts[0] > counts[1] > counts[2] == 0
-    assert draft_counts([1.0, 1.0], [2, 0], 2, 10.0, 0.0, 0.1) == [2, 0]
-    assert draft_counts([], [], 4, 10.0, 0.1, 0.2) == []
+    assert draft_counts([1.0, 1.0], [2, 0], StepCost(2, 10.0, 0.0), 0.1) == [2, 0]
+    assert draft_counts([], [], StepCost(4, 10.0, 0.1), 0.2) == []
 
 
 def test_the_ratio_follows_from_the_times_of_passes() -> None:
     times = DraftTimes(0.4)
-    assert times.ratio(10.0, 0.1, 1) == 0.4
+    assert times.ratio(StepCost(1, 10.0, 0.1)) == 0.4
     for _ in range(10):
         times.record(1, 2.0)
         times.record(500, 1000.0)
-    assert times.ratio(10.0, 0.1, 1) == pytest.approx(0.2)
-    assert times.ratio(11.0, 0.1, 11) == pytest.approx(0.2)
-    assert times.wide_row_ms(1.0) == pytest.approx(2.0)
+    assert times.ratio(StepCost(1, 10.0, 0.1)) == pytest.approx(0.2)
+    assert times.ratio(StepCost(11, 11.0, 0.1)) == pytest.approx(0.2)
+    assert times.wide_row_ms(StepCost(1, 10.0, 1.0)) == pytest.approx(2.0)
 
 
 def timed_core(

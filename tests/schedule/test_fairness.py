@@ -13,7 +13,7 @@ import pytest
 
 from infer.config import BATCHING_MODES, SCHEDULER_POLICIES
 from infer.engine.core import EngineCore
-from infer.schedule import scheduler as scheduler_module
+from infer.schedule import invariants, step_planner
 from infer.schedule.policy import MAX_IDLE_STEPS
 from infer.schedule.sequence import ARRIVALS_PER_PRIORITY, Sequence
 from infer.types import Request, SamplingParams
@@ -118,5 +118,6 @@ def test_a_bound_on_the_step_changes_nothing_about_that(policy: str) -> None:
 def test_without_that_rule_every_policy_starves_somebody(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "MAX_IDLE_STEPS", 10**9)
+    for module in (step_planner, invariants):
+        monkeypatch.setattr(module, "MAX_IDLE_STEPS", 10**9)
     assert longest_pause(policy, 4, 4) > MAX_IDLE_STEPS + 4

@@ -175,7 +175,7 @@ def test_without_a_cache_every_token_comes_from_a_chunk_of_the_whole_sequence() 
         max_num_batched_tokens=64,
         max_seq_len=64,
         enable_prefix_caching=False,
-        keep_computed=False,
+        keeps_computed=False,
     )
     runner: Any = core.runner
     each = [request(30, max_tokens=6), request(30, max_tokens=6), request(20, max_tokens=6)]

@@ -12,11 +12,12 @@ import pytest
 from infer.config import EngineConfig, SpeculativeConfig
 from infer.errors import ConfigError
 from infer.schedule import sequence as sequence_module
+from infer.schedule.committer import Committer
+from infer.schedule.cost_model import StepTimes, worthwhile
 from infer.schedule.ngram_index import MAX_PAUSE, MIN_PAUSE, Guesses, NgramIndex, Prediction
 from infer.schedule.page_allocator import PageAllocator
-from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Chunk, Plan, Sampled
-from infer.schedule.speculation import Speculator, StepCosts, worthwhile
+from infer.schedule.speculation import Speculator
 from infer.types import FinishReason, Request, SamplingParams
 from tests.support import doubles
 from tests.support.doubles import make_hash_core, solo
@@ -90,7 +91,7 @@ def test_every_request_has_the_tokens_that_it_has_alone() -> None:
         assert sum(stats.num_accepted_at.values()) == stats.num_accepted_tokens
         preemptions += stats.num_preemptions
         modes.add(workload.scheduler.config.batching_mode)
-        backends.add(workload.scheduler.config.keep_computed)
+        backends.add(workload.allocator.keeps_computed)
         reasons |= set(stats.num_finished)
     assert sums["num_drafts"] > 4000
     assert sums["num_accepted_tokens"] > 5000
@@ -117,16 +118,16 @@ def accepts_everything(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_one_computed_too_many(patch: pytest.MonkeyPatch) -> None:
-    settle = Scheduler._settle_proposals
+    settle = Committer._settle_proposals
 
-    def settled(self: Scheduler, advanced: Any, num_accepted: int, num_kept: int) -> None:
+    def settled(self: Committer, advanced: Any, num_accepted: int, num_kept: int) -> None:
         settle(self, advanced, num_accepted, num_kept)
         sequence = advanced.chunk.sequence
         rejected = num_accepted < len(advanced.chunk.proposed)
         if rejected and sequence.num_computed == len(sequence.tokens) - 1:
             sequence.tokens[-1:] = [advanced.chunk.proposed[num_accepted]]
 
-    patch.setattr(Scheduler, "_settle_proposals", settled)
+    patch.setattr(Committer, "_settle_proposals", settled)
 
 
 def keeps_the_pages(patch: pytest.MonkeyPatch) -> None:
@@ -148,15 +149,15 @@ def indexes_what_was_rejected(patch: pytest.MonkeyPatch) -> None:
 
 
 def goes_on_behind_the_end(patch: pytest.MonkeyPatch) -> None:
-    append = Scheduler._append
+    append = Committer._append
 
-    def appended(self: Scheduler, advanced: Any, result: Sampled) -> Any:
+    def appended(self: Committer, advanced: Any, result: Sampled) -> Any:
         outputs = append(self, advanced, result)
         if outputs[-1].finish_reason is not None and len(outputs) < 1 + len(result.following):
             outputs.append(outputs[-1])
         return outputs
 
-    patch.setattr(Scheduler, "_append", appended)
+    patch.setattr(Committer, "_append", appended)
 
 
 def proposes_without_pages(patch: pytest.MonkeyPatch) -> None:
@@ -332,20 +333,21 @@ def test_a_token_is_proposed_while_it_is_probable_enough() -> None:
 
 def test_the_price_of_a_row_follows_from_step_times() -> None:
     def price(cost_ms: Callable[[int], float], num_rows: int) -> float | None:
-        costs = StepCosts()
+        costs = StepTimes()
         for rows in (1, 9, 1, 5, 2, 9, 1):
             costs.record(rows, cost_ms(rows))
-        return costs.price_of_row(num_rows)
+        found = costs.cost(num_rows)
+        return None if found is None else found.price
 
     assert price(lambda rows: 10.0, 1) == pytest.approx(0.0)
     assert price(lambda rows: 8.0 + 2 * rows, 1) == pytest.approx(0.2)
     assert price(lambda rows: 8.0 + 2 * rows, 16) == pytest.approx(0.8)
     assert price(lambda rows: 2.0 * rows, 4) == pytest.approx(1.0)
     assert price(lambda rows: 20.0 - rows, 4) == 0.0
-    alike = StepCosts()
+    alike = StepTimes()
     for _ in range(20):
         alike.record(4, 10.0)
-    assert alike.price_of_row(4) is None
+    assert alike.cost(4) is None
 
 
 def test_a_sequence_that_is_not_worth_it_is_tried_more_and_more_rarely() -> None:

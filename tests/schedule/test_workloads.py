@@ -11,8 +11,9 @@ from collections.abc import Callable
 import pytest
 
 from infer.config import BATCHING_MODES
+from infer.schedule.committer import Committer
 from infer.schedule.page_allocator import PageAllocator, PageTable
-from infer.schedule.scheduler import Scheduler
+from infer.schedule.seats import Seats
 from infer.schedule.sequence import Sampled, Sequence
 from infer.types import FinishReason
 from tests.support.workloads import Seen, Workload
@@ -89,9 +90,9 @@ def forget_keeps_index(self: PageAllocator, page: int) -> None:
     """A page that is handed out again stays in the index."""
 
 
-def preempt_keeps_progress(self: Scheduler, sequence: Sequence) -> None:
+def preempt_keeps_progress(self: Seats, sequence: Sequence, *needed_by: Sequence | None) -> None:
     computed = sequence.num_computed
-    original_preempt(self, sequence)
+    original_preempt(self, sequence, *needed_by)
     sequence.num_computed = computed
 
 
@@ -100,7 +101,7 @@ def finish_too_late(sequence: Sequence, result: Sampled, num_output: int) -> Fin
     return None if reason is FinishReason.LENGTH and num_output % 5 == 0 else reason
 
 
-def finish_keeps_pages(self: Scheduler, sequence: Sequence, reason: FinishReason) -> None:
+def finish_keeps_pages(self: Committer, sequence: Sequence, reason: FinishReason) -> None:
     sequence.table = PageTable()
     original_finish(self, sequence, reason)
 
@@ -112,12 +113,12 @@ def enter_keeps_own_page(self: PageAllocator, table: PageTable, page: int) -> No
     original_set_indexed_page(self, table, page)
 
 
-def skip_one_page_more(self: Scheduler, sequence: Sequence) -> None:
+def skip_one_page_more(self: Seats, sequence: Sequence) -> None:
     sequence.table.num_indexed += bool(sequence.table.num_indexed)
     original_skip(self, sequence)
 
 
-def compute_again_what_was_adopted(self: Scheduler, sequence: Sequence) -> None:
+def compute_again_what_was_adopted(self: Seats, sequence: Sequence) -> None:
     """The sequence does not skip the pages that it has adopted."""
 
 
@@ -126,10 +127,10 @@ original_commit = PageAllocator.commit
 original_release = PageAllocator.release
 original_grow = PageAllocator.grow
 original_set_indexed_page = PageAllocator._set_indexed_page
-original_skip = Scheduler._skip_cached
-original_preempt = Scheduler.preempt
-original_finish = Scheduler._finish
-original_finish_reason = Scheduler._finish_reason
+original_skip = Seats.skip_cached
+original_preempt = Seats.preempt
+original_finish = Committer._finish
+original_finish_reason = Committer._finish_reason
 
 MUTANTS: list[tuple[type, str, Callable[..., object]]] = [
     (PageAllocator, "match", match_last_token_too),
@@ -138,12 +139,12 @@ MUTANTS: list[tuple[type, str, Callable[..., object]]] = [
     (PageAllocator, "release", release_head_first),
     (PageAllocator, "grow", grow_takes_page_in_use),
     (PageAllocator, "_forget", forget_keeps_index),
-    (Scheduler, "preempt", preempt_keeps_progress),
-    (Scheduler, "_finish", finish_keeps_pages),
+    (Seats, "preempt", preempt_keeps_progress),
+    (Committer, "_finish", finish_keeps_pages),
     (PageAllocator, "_set_indexed_page", enter_keeps_own_page),
-    (Scheduler, "_skip_cached", skip_one_page_more),
-    (Scheduler, "_skip_cached", compute_again_what_was_adopted),
-    (Scheduler, "_finish_reason", staticmethod(finish_too_late)),
+    (Seats, "skip_cached", skip_one_page_more),
+    (Seats, "skip_cached", compute_again_what_was_adopted),
+    (Committer, "_finish_reason", staticmethod(finish_too_late)),
 ]
 
 

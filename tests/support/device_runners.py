@@ -124,7 +124,9 @@ def device_runner(
     )
 
 
-def core_of(runner: Any, *, num_pages: int = NUM_PAGES, **settings: Any) -> EngineCore:
+def core_of(
+    runner: Any, *, num_pages: int = NUM_PAGES, keeps_computed: bool = True, **settings: Any
+) -> EngineCore:
     config = SchedulerConfig(
         **{
             "max_batch_size": SEATS,
@@ -133,7 +135,7 @@ def core_of(runner: Any, *, num_pages: int = NUM_PAGES, **settings: Any) -> Engi
             **settings,
         }
     )
-    allocator = PageAllocator(num_pages, PAGE, enable_prefix_caching=True)
+    allocator = PageAllocator(num_pages, PAGE, keeps_computed=keeps_computed)
     return EngineCore(Scheduler(config, allocator, time.monotonic), runner)
 
 

@@ -301,6 +301,7 @@ def make_hash_core(
     vocab_size: int = VOCAB_SIZE,
     clock: Callable[[], float] = time.monotonic,
     enable_prefix_caching: bool = True,
+    keeps_computed: bool = True,
     step_s: float = 0.0,
     runner: type[HashRunner] = HashRunner,
     announce: Callable[[str | None], None] = lambda request_id: None,
@@ -309,7 +310,12 @@ def make_hash_core(
 ) -> EngineCore:
     """An engine core over a `HashRunner`; `settings` go to `SchedulerConfig`."""
     values = {"max_batch_size": 8, "max_num_batched_tokens": 64, "max_seq_len": 512, **settings}
-    allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=enable_prefix_caching)
+    allocator = PageAllocator(
+        num_pages,
+        page_size,
+        enable_prefix_caching=enable_prefix_caching,
+        keeps_computed=keeps_computed,
+    )
     scheduler = Scheduler(SchedulerConfig(**values), allocator, clock, drafter=drafter)
     return EngineCore(scheduler, runner(num_pages, page_size, vocab_size, step_s=step_s), announce)
 

@@ -9,6 +9,7 @@ import pytest
 from infer.engine.build.assemble import prepare_process
 from infer.engine.loop import Blueprint
 from infer.schedule import speculation
+from infer.schedule.cost_model import SpeculationGain
 
 EAGER: dict[str, Any] = {
     "draft_counts": lambda acceptance, limits, *rest: list(limits),
@@ -22,7 +23,7 @@ allowed."""
 def propose_eagerly(patch: pytest.MonkeyPatch) -> None:
     """Have as many tokens proposed as are allowed, whatever they cost."""
     patch.setattr(speculation, "worthwhile", lambda *each: each[-1])
-    patch.setattr(speculation.Balance, "may_propose", lambda *_: True)
+    patch.setattr(SpeculationGain, "may_propose", True)
 
 
 def draft_eagerly(patch: pytest.MonkeyPatch) -> None:

@@ -96,11 +96,12 @@ class Workload:
             else "fcfs",
             hold_pages_until_batch_ends=backend == "contiguous",
             max_step_ms=None if without_cache else r.choice([None, None, 1.0]),
-            keep_computed=not without_cache,
             speculative=speculative,
         )
         caching = backend == "paged" and r.random() < 0.8
-        self.allocator = PageAllocator(num_pages, page_size, enable_prefix_caching=caching)
+        self.allocator = PageAllocator(
+            num_pages, page_size, enable_prefix_caching=caching, keeps_computed=not without_cache
+        )
         self.scheduler = Scheduler(config, self.allocator, self._clock, drafter=drafter)
         kind = AheadHashRunner if ahead else HashRunner
         self.runner = kind(num_pages, page_size, VOCAB_SIZE)

@@ -130,7 +130,7 @@ class EngineCore:
         cores_taken: Callable[[], float] = lambda: 0.0,
         keeper: Keeper | None = None,
     ) -> None:
-        """`announce` is called with the id of a request that is computed alone next because an
+        """`announce` is called with the id of a request that has an isolated step next because an
         engine crashed with it, and with None before several requests are computed together.
         `kv_bytes` is the size of the runner's KV cache, `cores_taken` tells the gauge of that name,
         for statistics. `keeper` looks after the cache's memory."""
@@ -300,14 +300,14 @@ class EngineCore:
         return step_events
 
     def _parts(self, plan: Plan) -> list[Plan]:
-        """The parts in which a plan is executed: each suspect (see `engine.process.blame`) alone,
-        then all others together. A suspect that is computed alone is known to be the cause if the
-        engine crashes again."""
-        alone = _suspects(plan)
-        if not alone:
+        """The parts in which a plan is executed: an isolated step for each suspect (see
+        `engine.process.blame`), then all others together. A suspect in an isolated step is known to
+        be the cause if the engine crashes again."""
+        suspects = _suspects(plan)
+        if not suspects:
             return [plan]
         rest = tuple(chunk for chunk in plan if not _is_suspect(chunk))
-        return [*((chunk,) for chunk in alone), *([rest] if rest else [])]
+        return [*((chunk,) for chunk in suspects), *([rest] if rest else [])]
 
     def _execute(
         self,

@@ -32,7 +32,7 @@ from infer.types.step_events import StepEvents
 log = logging.getLogger(__name__)
 
 Announce = Callable[[str | None], None]
-"""called with the id of the request that is computed alone next; see `EngineCore`"""
+"""called with the id of the request that has an isolated step next; see `EngineCore`"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,19 +80,19 @@ class Masks:
         self,
         masks: Mapping[str, tuple[_GrammarState, Future[_Mask]]],
         waited_for: Set[str],
-        alone: bool,
+        only_grammars: bool,
     ) -> None:
         """`masks` by request id. `waited_for`: the requests for whose mask an earlier step has
-        waited. `alone`: no sequence of the step could go on without waiting."""
+        waited. `only_grammars`: no sequence of the step could go on without waiting."""
         self._masks = masks
         now_s = time.monotonic()
         self._until_s: dict[str, float] = {}
         for name, (state, _) in masks.items():
-            if alone or state.is_quick:
-                patience_s = MASKS_S
+            if only_grammars or state.is_quick:
+                timeout_s = MASKS_S
             else:
-                patience_s = 0.0 if name in waited_for else OTHERS_S
-            self._until_s[name] = now_s + patience_s
+                timeout_s = 0.0 if name in waited_for else OTHERS_S
+            self._until_s[name] = now_s + timeout_s
 
     def in_time(self) -> tuple[dict[str, _Mask], set[str]]:
         """(masks that are complete in time, by request id; request ids of the others)"""
@@ -141,8 +141,8 @@ class Restrictions:
                 mask = state.begun or self._begin_mask(sequence, state, chunk.proposed)
                 state.begun = mask
                 masks[sequence.request_id] = (state, mask)
-        alone = len(chunks) == len(plan) and not any(each.is_quick for each, _ in masks.values())
-        return Masks(masks, waited_for, alone)
+        is_quick = any(state.is_quick for state, _ in masks.values())
+        return Masks(masks, waited_for, len(chunks) == len(plan) and not is_quick)
 
     def _state_of(self, sequence: Sequence) -> _GrammarState:
         state = sequence.constraint

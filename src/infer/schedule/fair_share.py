@@ -48,12 +48,13 @@ class FairShare:
         sequence.tenant_share.num_here -= 1
         self._num_present -= not sequence.tenant_share.num_here
 
-    @staticmethod
-    def next_of(waiting: Iterable[Sequence]) -> Sequence:
+    def next_of(self, waiting: Seq[Sequence]) -> Sequence:
         """The sequence to admit next: the first in rank of the tenant with the smallest counter.
 
         `waiting` is in order of rank and not empty.
         """
+        if not self.several:
+            return waiting[0]
         return min(waiting, key=lambda s: s.tenant_share.num_tokens)
 
     @staticmethod

@@ -89,10 +89,15 @@ class PageAllocator:
         page_size: int,
         *,
         enable_prefix_caching: bool = True,
+        keeps_computed: bool = True,
         low_water: int | None = None,
     ) -> None:
         """`num_pages` counts page 0, which is never handed out; `page_size` is in tokens.
-        `low_water`: number of pages, see the module's docstring; None: all."""
+        `low_water`: number of pages, see the module's docstring; None: all.
+
+        `keeps_computed`: whether keys and values are kept after a token has been sampled. If not,
+        every token is sampled from a chunk of the whole sequence, so a step must have room for the
+        longest one."""
         if num_pages < 2:
             raise ValueError(f"num_pages must be at least 2 (page 0 is scrap), not {num_pages}")
         if page_size < 1:
@@ -100,6 +105,7 @@ class PageAllocator:
         self.num_pages = num_pages
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.keeps_computed = keeps_computed
         self.limit = num_pages - 1
         """number of pages that may be touched; the caller may change it"""
         self._low_water = self._mark = self.num_usable if low_water is None else low_water

@@ -333,17 +333,13 @@ def _build(
     runner = factory.runner(storage)
     if factory.launches:
         factory.warm_up(runner)
-    allocator = PageAllocator(
-        num_pages + 1,
-        plan.page_size,
-        enable_prefix_caching=config.prefix_caching,
-        low_water=low_water_pages(plan, storage.num_tensors) if device.type == "cpu" else None,
-    )
+    on_cpu = device.type == "cpu"
+    low_water = low_water_pages(plan, storage.num_tensors) if on_cpu else None
+    allocator = _allocator(config, num_pages, plan.page_size, low_water)
     drafter, of_draft = _drafter(config, draft, plan, checkpoint.config.vocab_size, device)
     allowed = restrictions.allowed
     scheduler = Scheduler(scheduler_config, allocator, time.monotonic, allowed, drafter)
     pool = Pool(allocator, storage)
-    on_cpu = device.type == "cpu"
     keeper = _keeper(config, pool, scheduler, of_draft, room) if on_cpu else None
     limits = EngineLimits(
         vocab_size=checkpoint.config.vocab_size,
@@ -478,13 +474,25 @@ def _log_ready(
     )
 
 
+def _allocator(
+    config: EngineConfig, num_pages: int, page_size: int, low_water: int | None
+) -> PageAllocator:
+    """The allocator of `num_pages` pages, and of page 0."""
+    return PageAllocator(
+        num_pages + 1,
+        page_size,
+        enable_prefix_caching=config.prefix_caching,
+        keeps_computed=config.kv_cache_backend != "none",
+        low_water=low_water,
+    )
+
+
 def _scheduler_config(
     config: EngineConfig, plan: MemoryPlan, device: torch.device
 ) -> SchedulerConfig:
     """The scheduler's settings, with defaults that depend on model and machine resolved."""
     beside = CUDA_TOKENS_BESIDE_STREAMS if device.type == "cuda" else CPU_TOKENS_BESIDE_STREAMS
-    keep_computed = config.kv_cache_backend != "none"
-    divides = keep_computed and config.max_num_batched_tokens is None
+    divides = config.kv_cache_backend != "none" and config.max_num_batched_tokens is None
     max_batch_size = config.max_batch_size or machine.default_seats(device)
     check_min_batch_size(config.min_batch_size, max_batch_size)
     return SchedulerConfig(
@@ -502,7 +510,6 @@ def _scheduler_config(
         max_step_ms=config.max_step_ms,
         speculative=config.speculative,
         hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",
-        keep_computed=keep_computed,
     )
 
 
