@@ -127,8 +127,8 @@ class Endpoints:
             self.desk = FrontDesk(fronts.tag, self.traces, self.metrics)
             self._fronts = AskingFronts(fronts, self.desk)
         self._started = int(time.time())
-        self._document: bytes | None = None
-        """the OpenAPI document, once somebody has asked for it"""
+        self._document: asyncio.Task[bytes] | None = None
+        """makes the OpenAPI document, once somebody has asked for it"""
 
     # ---- asking about requests
 
@@ -316,8 +316,10 @@ class Endpoints:
     async def openapi(self, http: HttpRequest) -> Response:
         """All this for programs: the OpenAPI document."""
         if self._document is None:
-            self._document = await asyncio.to_thread(self._made_document, http.app.routes)
-        return Response(self._document, media_type="application/json")
+            making = asyncio.to_thread(self._made_document, http.app.routes)
+            self._document = asyncio.ensure_future(making)
+        document = await asyncio.shield(self._document)
+        return Response(document, media_type="application/json")
 
     def _made_document(self, routes: Sequence[BaseRoute]) -> bytes:
         return render(

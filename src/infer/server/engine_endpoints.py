@@ -57,7 +57,8 @@ class EngineEndpoints:
         """The batching modes beside one another, on the model that ships: a recording of each."""
         body = await self._bodies.read_object(http)
         wire = await self._bodies.validate(http, ComparisonBody, body)
-        found = await unless_gone(http.receive, self._comparisons.run(wire))
+        owner = tenant_of(http.scope).key.id
+        found = await unless_gone(http.receive, self._comparisons.run(wire, owner))
         return Response(found, media_type=JSON)
 
 

@@ -34,9 +34,9 @@ from infer.server.tenancy.front_limits import FrontLimits
 ANSWER_TIMEOUT_S = 1.0
 """seconds that a front waits for the others"""
 MAX_QUESTIONS = 32
-"""different questions of a front that may be under way"""
+"""different questions of a front that may be under way, beside the first of each key"""
 MAX_QUESTIONS_OF_KEY = 4
-"""those of one key among them"""
+"""those of one key"""
 WAIT_S = 0.5
 """seconds that a further question waits for its turn; then it is refused (503)"""
 MAX_LISTED_OF_FRONT = 256
@@ -166,12 +166,14 @@ class AskingFronts:
         return answers, missing
 
     async def _ask_in_turn(self, asked: FrontQuestion) -> Mapping[str, bytes | None]:
+        is_only_one = asked.sight not in self._places_of
         own = self._places_of.setdefault(asked.sight, asyncio.Semaphore(MAX_QUESTIONS_OF_KEY))
         async with AsyncExitStack() as held:
             try:
                 async with asyncio.timeout(WAIT_S):
                     await held.enter_async_context(own)
-                    await held.enter_async_context(self._places)
+                    if not is_only_one:
+                        await held.enter_async_context(self._places)
             except TimeoutError:
                 message = "too many questions to the other fronts are under way"
                 raise OverloadedError(message) from None

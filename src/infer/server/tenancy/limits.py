@@ -21,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.server.http.context import RequestContext
-from infer.server.http.error_responses import HttpError, describe, log
+from infer.server.http.error_responses import HttpError, describe, log, too_many
 from infer.server.observe.request_trace import RequestTrace
 from infer.server.tenancy.keys import ANYBODY, Key, Keys
 from infer.server.tenancy.token_bucket import Bucket
@@ -225,17 +225,6 @@ class Tenant:
 
 def _worst_case(requests: Sequence[Request]) -> int:
     return sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
-
-
-def too_many(message: str, wait_s: float) -> HttpError:
-    """The 429 for a key's limit, with the seconds after which to try again."""
-    return HttpError(
-        429,
-        message,
-        code="rate_limit_exceeded",
-        type="rate_limit_error",
-        retry_after_s=math.ceil(wait_s),
-    )
 
 
 def revoked() -> HttpError:
