@@ -311,8 +311,8 @@ async def questions(_: Path) -> AsyncIterator[Flood]:
         asking = AskingFronts(fronts, FrontDesk("0a", state.traces, state.metrics))
 
         def use(key: str) -> Awaitable[int]:
-            sight = f"a-flooder-{key}" if is_flooder(key) else key
-            return status_of(asking.one("request", f"name-{next(numbers)}", sight))
+            visible_to = f"a-flooder-{key}" if is_flooder(key) else key
+            return status_of(asking.one("request", f"name-{next(numbers)}", visible_to))
 
         yield Flood(use, 10, 4, opened.set, num_keys=12)
 

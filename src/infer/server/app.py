@@ -51,7 +51,6 @@ from infer.server.request_endpoints import cancelled, listed, shown
 from infer.server.sessions.routes import SessionRoutes
 from infer.server.sessions.store import Quota
 from infer.server.settings import ServerSettings
-from infer.server.tenancy.front_limits import SharedTenant
 from infer.server.tenancy.keys import Keys
 from infer.server.tenancy.limits import AuthMiddleware, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
@@ -135,7 +134,7 @@ class Endpoints:
     async def requests(self, http: HttpRequest) -> Response:
         """The requests that run, and the latest that have ended."""
         if self._fronts is not None:
-            return await self._of_all(http, self._fronts.requests(tenant_of(http.scope).sight))
+            return await self._of_all(http, self._fronts.requests(tenant_of(http.scope).visible_to))
         return listed([self.traces], http)
 
     @takes(refuses=(409,))
@@ -155,8 +154,8 @@ class Endpoints:
     async def _of_one(
         self, http: HttpRequest, fronts: AskingFronts, kind: Literal["request", "cancel"]
     ) -> Response:
-        sight = tenant_of(http.scope).sight
-        return JSONResponse(await fronts.one(kind, http.path_params["id"], sight))
+        visible_to = tenant_of(http.scope).visible_to
+        return JSONResponse(await fronts.one(kind, http.path_params["id"], visible_to))
 
     async def _of_all(self, http: HttpRequest, asking: Awaitable[dict[str, Any]]) -> Response:
         """An answer made of those of all fronts, which may be long."""
@@ -199,8 +198,7 @@ class Endpoints:
         wire = await self._bodies.validate(http, model, body)
         num_bytes = http.scope.get(NUM_BYTES, 0)
         tenant, context = tenant_of(http.scope), RequestContext.of(http.scope)
-        await tenant.ask_for_chars(num_bytes, context)
-        tenant.charge_chars(num_bytes, context)
+        await tenant.charge_chars(num_bytes, context)
         heavy = isinstance(wire, ChatBody) and wire.is_heavy
         fields = await self._offload.run_steps(http, work, wire, heavy=heavy)
         if isinstance(wire, ChatBody):
@@ -388,8 +386,8 @@ def layers(
     if page is not None:
         found.append(Middleware(PageLayer, page=page))
     keys = Keys(Path(settings.api_keys)) if settings.api_keys else None
-    make_tenant = partial(SharedTenant, limits=fronts.limits) if fronts else None
-    return [*found, Middleware(AuthMiddleware, keys=keys, make_tenant=make_tenant)]
+    limits = fronts.limits if fronts else None
+    return [*found, Middleware(AuthMiddleware, keys=keys, limits=limits)]
 
 
 def create_app(

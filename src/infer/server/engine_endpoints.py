@@ -47,7 +47,7 @@ class EngineEndpoints:
         tenant = tenant_of(http.scope)
         context = RequestContext.of(http.scope)
         address = (context.client or "").rpartition(":")[0]
-        viewer = self._viewers.join(tenant.sight, tenant.key.id, address)
+        viewer = self._viewers.join(tenant.visible_to, tenant.key.id, address)
         context.cleanup.callback(self._viewers.leave, viewer)
         context.on_revoked = lambda: viewer.end("key_revoked")
         return _Watching(viewer)

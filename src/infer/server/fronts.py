@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
@@ -52,7 +53,7 @@ class FrontQuestion(msgspec.Struct, array_like=True, frozen=True):
     """tag of the front that is asked; empty = all"""
     name: str = ""
     """id of a request; for `named` that of the client"""
-    sight: str | None = None
+    visible_to: str | None = None
     """id of the key whose requests the caller may see; None = those of all keys"""
 
 
@@ -125,9 +126,9 @@ class FrontDesk:
         if asked.kind == "metrics":
             return FrontAnswer(True, text=text_of([self._metrics]).decode())
         if asked.kind == "requests":
-            traces = zip(range(MAX_LISTED_OF_FRONT), self._traces.all(asked.sight), strict=False)
-            return FrontAnswer(True, [summary(trace) for _, trace in traces])
-        found = self._traces.named(asked.name, asked.sight)
+            traces = islice(self._traces.all(asked.visible_to), MAX_LISTED_OF_FRONT)
+            return FrontAnswer(True, list(map(summary, traces)))
+        found = self._traces.named(asked.name, asked.visible_to)
         if asked.kind == "named":
             return FrontAnswer(True, [summary(trace) for trace in found[:MAX_LISTED_OF_FRONT]])
         if not found or asked.name not in (found[0].id, found[0].context.id):
@@ -148,7 +149,7 @@ class AskingFronts:
         """by the question, because equal ones have one answer"""
         self._places = asyncio.Semaphore(MAX_QUESTIONS)
         self._places_of: WeakValueDictionary[str | None, asyncio.Semaphore] = WeakValueDictionary()
-        """by `sight`, while one of its questions waits or is under way"""
+        """by `visible_to`, while one of its questions waits or is under way"""
 
     async def _ask(self, asked: FrontQuestion) -> tuple[dict[str, FrontAnswer], list[str]]:
         """The answers by the names of the fronts, and the names of those that do not answer."""
@@ -166,8 +167,8 @@ class AskingFronts:
         return answers, missing
 
     async def _ask_in_turn(self, asked: FrontQuestion) -> Mapping[str, bytes | None]:
-        is_only_one = asked.sight not in self._places_of
-        own = self._places_of.setdefault(asked.sight, asyncio.Semaphore(MAX_QUESTIONS_OF_KEY))
+        is_only_one = asked.visible_to not in self._places_of
+        own = self._places_of.setdefault(asked.visible_to, asyncio.Semaphore(MAX_QUESTIONS_OF_KEY))
         async with AsyncExitStack() as held:
             try:
                 async with asyncio.timeout(WAIT_S):
@@ -179,9 +180,9 @@ class AskingFronts:
                 raise OverloadedError(message) from None
             return await self._fronts.peers.ask(_encode(asked), ANSWER_TIMEOUT_S)
 
-    async def requests(self, sight: str | None) -> dict[str, Any]:
+    async def requests(self, visible_to: str | None) -> dict[str, Any]:
         """The body of a list: those that run, then those that have ended, the newest first."""
-        asked = FrontQuestion("requests", sight=sight)
+        asked = FrontQuestion("requests", visible_to=visible_to)
         answers, missing = await self._ask(asked)
         answers[self._fronts.name] = self._desk.answer(asked)
         data = [each for answer in answers.values() for each in answer.fields]
@@ -189,19 +190,19 @@ class AskingFronts:
         return {"object": "list", "data": data, "missing_fronts": missing}
 
     async def one(
-        self, kind: Literal["request", "cancel"], name: str, sight: str | None
+        self, kind: Literal["request", "cancel"], name: str, visible_to: str | None
     ) -> dict[str, Any]:
         """The trace of a request, or what has become of its cancelling. Raises `HttpError`: 404 if
         no front has it, 409 if it is the client's name of several that run, 503 if its front does
         not answer."""
         if _MADE_HERE.fullmatch(name):
             with suppress(RequestNotFoundError):  # a client's name may look the same
-                return await self._one(kind, name, sight)
-        return await self._one(kind, await self._meant(name, sight), sight)
+                return await self._one(kind, name, visible_to)
+        return await self._one(kind, await self._meant(name, visible_to), visible_to)
 
-    async def _meant(self, name: str, sight: str | None) -> str:
+    async def _meant(self, name: str, visible_to: str | None) -> str:
         """The id of the request that a client's name means; see `the_one`."""
-        asked = FrontQuestion("named", name=name, sight=sight)
+        asked = FrontQuestion("named", name=name, visible_to=visible_to)
         answers, missing = await self._ask(asked)
         answers[self._fronts.name] = self._desk.answer(asked)
         found = [each for answer in answers.values() for each in answer.fields or ()]
@@ -216,10 +217,10 @@ class AskingFronts:
         raise RequestNotFoundError
 
     async def _one(
-        self, kind: Literal["request", "cancel"], name: str, sight: str | None
+        self, kind: Literal["request", "cancel"], name: str, visible_to: str | None
     ) -> dict[str, Any]:
         tag = name.rpartition("-")[2][: len(self._fronts.tag)]
-        asked = FrontQuestion(kind, tag, name, sight)
+        asked = FrontQuestion(kind, tag, name, visible_to)
         if tag == self._fronts.tag:
             return _found(self._desk.answer(asked))
         answers, missing = await self._ask(asked)

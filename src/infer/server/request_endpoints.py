@@ -20,8 +20,8 @@ from infer.server.tenancy.limits import tenant_of
 
 def listed(all_traces: Sequence[RequestTraces], http: HttpRequest) -> Response:
     """Those that run, then the latest that have ended, the newest first."""
-    sight = tenant_of(http.scope).sight
-    found = [trace for traces in all_traces for trace in traces.all(sight)]
+    visible_to = tenant_of(http.scope).visible_to
+    found = [trace for traces in all_traces for trace in traces.all(visible_to)]
     found.sort(key=_newest_first)
     return JSONResponse({"object": "list", "data": list(map(summary, found))})
 
@@ -46,7 +46,7 @@ def cancelled(all_traces: Sequence[RequestTraces], http: HttpRequest) -> Respons
 def _found(
     all_traces: Sequence[RequestTraces], http: HttpRequest
 ) -> tuple[RequestTraces, RequestTrace]:
-    sight, name = tenant_of(http.scope).sight, http.path_params["id"]
-    found = [(traces, trace) for traces in all_traces for trace in traces.named(name, sight)]
+    visible_to, name = tenant_of(http.scope).visible_to, http.path_params["id"]
+    found = [(traces, trace) for traces in all_traces for trace in traces.named(name, visible_to)]
     meant = the_one([trace for _, trace in found], name)
     return next(pair for pair in found if pair[1] is meant)

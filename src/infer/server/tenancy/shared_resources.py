@@ -59,7 +59,7 @@ LIMITED = (
             *_at("server/serve.py", "Server._places:Connections"),
         ),
         refused_at=(
-            *_at("server/tenancy/limits.py", "Tenant.enter:too_many"),
+            *_at("server/tenancy/limits.py", "Tenant._take:too_many"),
             *_at(
                 "server/http/bounded_protocol.py", "BoundedProtocol._answer.error:OverloadedError"
             ),
@@ -76,7 +76,7 @@ LIMITED = (
     ),
     SharedResource(
         name="requests and tokens a minute",
-        refused_at=_at("server/tenancy/limits.py", "Tenant._take:too_many"),
+        refused_at=_at("server/tenancy/limits.py", "Tenant._take:too_many#2"),
         limits=(_of_keys("requests_per_minute", None), _of_keys("tokens_per_minute", None)),
         status=429,
         why="CPU time of templates and grammars is charged as tokens.",
