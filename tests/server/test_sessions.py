@@ -313,7 +313,7 @@ def test_a_request_that_ends_while_it_waits_for_its_lease_leaves_none(url: str) 
 
     async def end_early() -> None:
         leases, context = SessionLeases(threads := DatabaseThreads(), call_store), RequestContext()
-        taking = asyncio.ensure_future(leases.take("me", name, context))
+        taking = asyncio.ensure_future(leases.acquire("me", name, context))
         await asyncio.sleep(0.05)
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)

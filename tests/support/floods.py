@@ -21,7 +21,7 @@ from starlette.requests import Request
 
 from infer.errors import RequestError
 from infer.server.comparisons import ComparisonBody, Comparisons
-from infer.server.fronts import AskingFronts, FrontDesk, SeveralFronts
+from infer.server.fronts import FrontEndpoints, FrontQueries, SeveralFronts
 from infer.server.http.body_budget import MAX_BYTES_OF_KEY, UNCOUNTED_BYTES, BodyBudget
 from infer.server.http.context import RequestContext
 from infer.server.http.json_body import MAX_BODY_BYTES
@@ -308,7 +308,7 @@ async def questions(_: Path) -> AsyncIterator[Flood]:
     async with serving(make_hash_llm()) as app:
         state = app.app.state
         fronts = SeveralFronts("front-0a", FrontLimits("front-0a", 2, carry), Silent())
-        asking = AskingFronts(fronts, FrontDesk("0a", state.traces, state.metrics))
+        asking = FrontQueries(fronts, FrontEndpoints("0a", state.traces, state.metrics))
 
         def use(key: str) -> Awaitable[int]:
             visible_to = f"a-flooder-{key}" if is_flooder(key) else key

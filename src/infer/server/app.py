@@ -28,7 +28,7 @@ from infer.errors import EngineDeadError, UnprocessableError
 from infer.server.body_reader import BodyReader
 from infer.server.comparisons import Comparisons
 from infer.server.engine_endpoints import EngineEndpoints
-from infer.server.fronts import AskingFronts, FrontDesk, SeveralFronts
+from infer.server.fronts import FrontEndpoints, FrontQueries, SeveralFronts
 from infer.server.generation import GenerationPipeline
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
@@ -120,11 +120,11 @@ class Endpoints:
         )
         usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
         self.metrics = Metrics(engine, self.traces, settings.metrics_prefix, usage, settings.limits)
-        self.desk: FrontDesk | None = None
-        self._fronts: AskingFronts | None = None
+        self.desk: FrontEndpoints | None = None
+        self._fronts: FrontQueries | None = None
         if fronts is not None:
-            self.desk = FrontDesk(fronts.tag, self.traces, self.metrics)
-            self._fronts = AskingFronts(fronts, self.desk)
+            self.desk = FrontEndpoints(fronts.tag, self.traces, self.metrics)
+            self._fronts = FrontQueries(fronts, self.desk)
         self._started = int(time.time())
         self._document: asyncio.Task[bytes] | None = None
         """makes the OpenAPI document, once somebody has asked for it"""
@@ -152,7 +152,7 @@ class Endpoints:
         return cancelled([self.traces], http)
 
     async def _of_one(
-        self, http: HttpRequest, fronts: AskingFronts, kind: Literal["request", "cancel"]
+        self, http: HttpRequest, fronts: FrontQueries, kind: Literal["request", "cancel"]
     ) -> Response:
         visible_to = tenant_of(http.scope).visible_to
         return JSONResponse(await fronts.one(kind, http.path_params["id"], visible_to))

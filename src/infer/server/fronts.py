@@ -1,4 +1,4 @@
-"""`SeveralFronts`: a server as one of several in front of the same engines; `AskingFronts`
+"""`SeveralFronts`: a server as one of several in front of the same engines; `FrontQueries`
 
 Each server (front) has the traces and metrics of its own requests only. The id of a request begins
 with the tag of its front, so a question about one request goes to one front; lists and metrics are
@@ -104,7 +104,7 @@ def tag_of(name: str) -> str:
     return name.rpartition("-")[2]
 
 
-class FrontDesk:
+class FrontEndpoints:
     """Answers the questions of other fronts."""
 
     def __init__(self, tag: str, traces: RequestTraces, metrics: Metrics) -> None:
@@ -139,10 +139,10 @@ class FrontDesk:
         return FrontAnswer(True, cancel_answer(trace, self._traces.cancel(trace)))
 
 
-class AskingFronts:
+class FrontQueries:
     """Answers for all fronts. Raises `OverloadedError` if too many questions wait."""
 
-    def __init__(self, fronts: SeveralFronts, desk: FrontDesk) -> None:
+    def __init__(self, fronts: SeveralFronts, desk: FrontEndpoints) -> None:
         self._fronts = fronts
         self._desk = desk
         self._asking: dict[FrontQuestion, asyncio.Task[Mapping[str, bytes | None]]] = {}
@@ -294,4 +294,4 @@ def _labelled(texts: Mapping[str, str]) -> Iterable[str]:
 
 
 AnswerQuestion = Callable[[bytes], bytes]
-"""a `FrontDesk`, for whoever brings it the questions"""
+"""a `FrontEndpoints`, for whoever brings it the questions"""

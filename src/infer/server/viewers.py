@@ -1,7 +1,7 @@
 """`EngineViewers`: those who watch one engine, and the frames that they get
 
 Nothing is collected and no timer runs while nobody watches. Viewers who may know the same names are
-a circle: a frame is written once for all of them. A circle's numbers for requests are its own, and
+a group: a frame is written once for all of them. A group's numbers for requests are its own, and
 only owners and administrators get names.
 
 Every bound is one of memory or of traffic, and none of them reaches the engine. At most
@@ -136,7 +136,7 @@ class Viewer:
 
 
 @dataclass(eq=False)
-class _Circle:
+class _ViewerGroup:
     """Viewers who may know the same names."""
 
     writer: FrameWriter
@@ -157,7 +157,7 @@ class EngineViewers:
         self._clock = clock
         self._viewers: dict[Viewer, None] = {}
         """those who watch, the oldest first"""
-        self._circles: dict[str | None, _Circle] = {}
+        self._groups: dict[str | None, _ViewerGroup] = {}
         self._builder: FrameBuilder | None = None
         """None while nobody watches"""
         self._ticking: asyncio.Task[None] | None = None
@@ -198,10 +198,10 @@ class EngineViewers:
         if self._builder is None:
             self._begin()
         viewer = Viewer(owner, party, self._clock(), event(dump(self._hello()), "hello"))
-        circle = self._circles.get(owner)
-        if circle is None:
-            circle = self._circles[owner] = _Circle(self._writer(owner))
-        circle.viewers.append(viewer)
+        group = self._groups.get(owner)
+        if group is None:
+            group = self._groups[owner] = _ViewerGroup(self._writer(owner))
+        group.viewers.append(viewer)
         self._viewers[viewer] = None
         return viewer
 
@@ -227,11 +227,11 @@ class EngineViewers:
         if viewer not in self._viewers:
             return  # he has given his place up
         del self._viewers[viewer]
-        circle = self._circles[viewer.owner]
-        circle.viewers.remove(viewer)
-        if not circle.viewers:
-            del self._circles[viewer.owner]
-        if not self._circles:
+        group = self._groups[viewer.owner]
+        group.viewers.remove(viewer)
+        if not group.viewers:
+            del self._groups[viewer.owner]
+        if not self._groups:
             self._traces.unwatch(self)
             self._builder = None
             if self._ticking is not None:
@@ -320,37 +320,37 @@ class EngineViewers:
         if not is_idle or now_s >= self._told_s + IDLE_FRAME_S:
             self._told_s = now_s
             shown = [frame for frame in frames if is_idle or not frame.is_empty]
-            self._credit -= max(self._tell(it, shown, now_s) for it in self._circles.values())
-        self._credit -= max(self._sync(it, now_s) for it in self._circles.values())
+            self._credit -= max(self._tell(it, shown, now_s) for it in self._groups.values())
+        self._credit -= max(self._sync(it, now_s) for it in self._groups.values())
 
-    def _tell(self, circle: _Circle, frames: list[Frame], now_s: float) -> int:
-        """Give frames to the viewers of a circle; returns the bytes that each of them gets."""
+    def _tell(self, group: _ViewerGroup, frames: list[Frame], now_s: float) -> int:
+        """Give frames to the viewers of a group; returns the bytes that each of them gets."""
         num_bytes = 0
         for frame in frames:
-            data = self._data(circle, frame, now_s)
+            data = self._data(group, frame, now_s)
             num_bytes += len(data)
-            for viewer in circle.viewers:
+            for viewer in group.viewers:
                 viewer.put(data, frame)
         return num_bytes
 
-    def _sync(self, circle: _Circle, now_s: float) -> int:
-        """Give the state of all requests to those of a circle who do not know it and are there to
+    def _sync(self, group: _ViewerGroup, now_s: float) -> int:
+        """Give the state of all requests to those of a group who do not know it and are there to
         read it; returns the bytes that each of them gets."""
         assert self._builder is not None
         num_bytes = 0
-        for viewer in circle.viewers:
+        for viewer in group.viewers:
             if not viewer.is_synced and viewer.has_read_all:
                 state = Frame(
                     requests=self._builder.requests, gauges=self._gauges, left_out=viewer.left_out
                 )
-                data = self._data(circle, state, now_s)
+                data = self._data(group, state, now_s)
                 num_bytes = max(num_bytes, len(data))
                 viewer.sync(data)
         return num_bytes
 
     @staticmethod
-    def _data(circle: _Circle, frame: Frame, now_s: float) -> bytes:
-        return event(written(circle.writer.fields(frame, now_s)), "frame")
+    def _data(group: _ViewerGroup, frame: Frame, now_s: float) -> bytes:
+        return event(written(group.writer.fields(frame, now_s)), "frame")
 
     def _read_gauges(self) -> dict[str, Any]:
         stats, members = self._engine.read_stats(), self._engine.stats_of_members()

@@ -34,15 +34,15 @@ class SessionLeases:
         self._renewing: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def take(self, owner: str, session_id: str, context: RequestContext) -> str:
+    async def acquire(self, owner: str, session_id: str, context: RequestContext) -> str:
         """The name of a new turn of a session, which has the lease until the request ends. Raises
         `HttpError`: see `SessionStore.lease`."""
         turn = secrets.token_hex(16)
         call = self._threads.call(owner, self._call_store, "lease", owner, session_id, turn)
-        taking = asyncio.ensure_future(call)
+        acquiring = asyncio.ensure_future(call)
         # A request may end while it waits for its lease; that one is given back, too.
-        context.cleanup.callback(self._end, turn, taking)
-        await asyncio.shield(taking)
+        context.cleanup.callback(self._end, turn, acquiring)
+        await asyncio.shield(acquiring)
         self._turns.add(turn)
         if self._renewing is None:
             self._renewing = asyncio.get_running_loop().create_task(self._renew())
@@ -58,15 +58,15 @@ class SessionLeases:
             with contextlib.suppress(DatabaseError):
                 await self._threads.call("", self._call_store, "renew_leases", list(self._turns))
 
-    def _end(self, turn: str, taking: asyncio.Future[None]) -> None:
+    def _end(self, turn: str, acquiring: asyncio.Future[None]) -> None:
         self._turns.discard(turn)
-        ending = asyncio.get_running_loop().create_task(self._forget(turn, taking))
+        ending = asyncio.get_running_loop().create_task(self._forget(turn, acquiring))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    async def _forget(self, turn: str, taking: asyncio.Future[None]) -> None:
+    async def _forget(self, turn: str, acquiring: asyncio.Future[None]) -> None:
         try:
-            await taking
+            await acquiring
         except DatabaseError:
             pass  # it may have been written
         except HttpError:
