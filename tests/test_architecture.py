@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import pytest
 
+from infer.server.tenancy.shared_resources import as_markdown
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "infer"
 PAGE = ROOT / "docs" / "modules.md"
@@ -665,6 +667,7 @@ def with_tables(page: str) -> str:
         "layers": layer_table(),
         "modules": module_table(),
         "sizes": size_table(room_sizes(ROOT), page),
+        "shared": as_markdown(),
     }
     for mark, table in tables.items():
         begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"

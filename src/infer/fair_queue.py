@@ -35,6 +35,14 @@ class FairQueue(Generic[T]):
         have all places."""
         self._waiting.setdefault(owner, deque()).append(item)
 
+    def remove(self, owner: str, item: T) -> None:
+        """Remove an item, if it waits."""
+        items = self._waiting.get(owner, deque())
+        if item in items:
+            items.remove(item)
+        if not items:
+            self._waiting.pop(owner, None)
+
     def take(self) -> tuple[str, T] | None:
         """(owner, item) of the next item that may start, which has a place until `done`; None: all
         places are taken, or nobody may start."""

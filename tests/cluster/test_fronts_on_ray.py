@@ -78,7 +78,7 @@ def test_the_shared_actor_is_found_and_made_again(started: None) -> None:
         shared = [SharedFronts("alone", 2) for _ in range(2)]
         names = ["front-00000001", "front-00000002"]
         both = zip(names, shared, strict=True)
-        limits = [FrontLimits(name, 2, each.exchange) for name, each in both]
+        limits = [FrontLimits(name, 2, each.sync) for name, each in both]
         peers = [RelayedPeers(*each) for each in zip(names, shared, strict=True)]
         for each in limits:
             each.start()
@@ -87,18 +87,18 @@ def test_the_shared_actor_is_found_and_made_again(started: None) -> None:
         took_s = []
         for index in range(60):
             began_s = time.monotonic()
-            verdict = await limits[index % 2].take(ask)
+            verdict = await limits[index % 2].acquire(ask)
             took_s.append(time.monotonic() - began_s)
             assert verdict.is_granted
         print(f"a decision took {1000 * sorted(took_s)[30]:.1f} ms in the middle")
         assert await peers[0].ask(b"?", 5) == {names[1]: b"?!"}
 
         kill_shared("alone")
-        granted = [(await limits[index % 2].take(ask)).is_granted for index in range(60)]
+        granted = [(await limits[index % 2].acquire(ask)).is_granted for index in range(60)]
         assert 36 <= sum(granted) <= 50  # 40 were left, and a few have come since
         pause_s = await until(lambda: all(each.is_connected for each in limits), 30)
         print(f"fronts shared limits again {pause_s:.1f} s later")
-        granted = [(await limits[index % 2].take(ask)).is_granted for index in range(60)]
+        granted = [(await limits[index % 2].acquire(ask)).is_granted for index in range(60)]
         assert sum(granted) <= 5 + 2 * pause_s  # the new one knows what has been used
         while await peers[1].ask(b"?", 5) != {names[0]: b"?!"}:
             await asyncio.sleep(0.1)

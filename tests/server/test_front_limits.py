@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.server.tenancy import front_limits, limit_authority
+from infer.server.tenancy import front_limits, limit_authority, limits
 from infer.server.tenancy.front_limits import ANSWER_S
 from infer.server.tenancy.keys import KeyLimits
 from tests.support import limited_fronts
@@ -159,20 +159,20 @@ BREAKS: dict[str, Break] = {
         limit_authority, "if said.confirmed < front.number:", "if False:", LOSSES,
     ),
     "shares that begin full": (
-        front_limits, "share.take((mirror.size - mirror.level()) / self._num_fronts)", "pass",
+        front_limits, "share.take((bucket.size - bucket.level()) / self._num_fronts)", "pass",
         ABSENCE,
     ),
     "all of the limit in place of a share": (
-        front_limits, "size = per_minute / self._num_fronts", "size = per_minute", ABSENCE,
+        front_limits, "False, self._num_fronts, 0", "False, 1, 0", ABSENCE,
     ),
     "nothing is given back": (
         front_limits, "self._note(BucketChange(key, bucket, per_minute, amount))", "pass", (),
     ),
     "what was granted and not used is gone": (
-        front_limits, "self._limits.give_back(found[0])", "pass", (),
+        limits, "if not grant.is_used:", "if False:", (),
     ),
     "what was granted too late is gone": (
-        front_limits, "self._undo(each.ask, verdict)  # ", "pass  # ", SLOWNESS,
+        front_limits, "self._release(each.ask, verdict)  # ", "pass  # ", SLOWNESS,
     ),
     "no deadline": (front_limits, "loop.call_later(ANSWER_S, ", "loop.call_later(9.0, ", SLOWNESS),
     "a new authority begins full": (
@@ -203,6 +203,6 @@ def test_broken_limits_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -
     assert source.count(old) == 1
     names: dict[str, Any] = {"__name__": module.__name__}
     exec(compile(source.replace(old, new), name, "exec"), names)
-    for each in {"FrontLimits", "SharedTenant", "LimitAuthority"} & names.keys():
+    for each in {"FrontLimits", "Tenant", "LimitAuthority"} & names.keys():
         monkeypatch.setattr(limited_fronts, each, names[each])
     assert not is_right(faults)

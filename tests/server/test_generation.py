@@ -214,7 +214,7 @@ async def counted(app: App, stream: bool) -> tuple[int, set[Count]]:
         nonlocal num_turns
         count = (
             engine.num_open + engine.num_reserved,
-            tenant.num_making + traces.num_choices,
+            tenant.num_generating + traces.num_choices,
             engine.num_reserved + traces.num_choices,
         )
         if any(count) or found:
@@ -255,10 +255,14 @@ def test_no_await_costs_a_place_or_counts_it_twice(monkeypatch: pytest.MonkeyPat
 
 BEGIN = (("def _begin(", "async def _begin("), ("= self._begin(", "= await self._begin("))
 NAP = "        await asyncio.sleep(0)\n"
+ACQUIRE = "async with self._tenant.acquire("
 BREAKS: dict[str, tuple[int, tuple[tuple[str, str], ...]]] = {
     "handed over behind the block": (  # to which a reservation that is over gives no place
         500,
-        ((" " * 12 + "running = self._begin(", " " * 8 + "running = self._begin("),),
+        (
+            (" " * 12 + ACQUIRE, " " * 8 + ACQUIRE),
+            (" " * 16 + "running = self._begin(", " " * 12 + "running = self._begin("),
+        ),
     ),
     "an await before the trace's hand-over ends": (
         200,

@@ -24,6 +24,7 @@ from infer.server.observe.request_trace import ChoiceTrace, RequestTrace
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Key, KeyLimits, Keys
 from infer.server.tenancy.limits import OPEN_PATHS, Tenant
+from infer.server.tenancy.local_limits import LocalLimits
 from infer.server.tenancy.token_bucket import Bucket
 from infer.types import Request, SamplingParams
 from infer.types.server_limits import ServerLimits
@@ -325,28 +326,40 @@ def test_a_bucket() -> None:
 
 def test_what_was_reserved_and_not_used_is_given_back() -> None:
     key = Key(id="k", name="n", sha256="", limits=KeyLimits(tokens_per_minute=1000))
-    tenant, context = Tenant(key, lambda: 0.0), RequestContext()
-    request = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens=700)
-    settle = tenant.reserve([request], context)
-    assert tenant.level("tokens") == 200
-    with pytest.raises(RequestError, match="tokens a minute"):
-        tenant.reserve([request], context)
+    tenant, context = Tenant(key, LocalLimits(lambda: 0.0)), RequestContext()
     trace = RequestTrace("r", "k", context, 100, 700)
     trace.choices["r-0"] = ChoiceTrace(trace, 0, RequestState("r-0", 1, num_output=30))
-    settle(trace)
-    assert tenant.level("tokens") == 870
-    huge = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens=10**6)
-    with pytest.raises(RequestError, match="tokens a minute"):
-        tenant.reserve([huge], context)
-    Tenant(key).reserve([huge], context)  # takes a full bucket, else it could never be served
+
+    async def acquire(tenant: Tenant, max_tokens: int, *, uses: bool) -> None:
+        request = Request("r", (1,) * 100, SamplingParams(), 0, max_tokens)
+        async with tenant.acquire([request], context) as grant:
+            if uses:
+                grant.use(context, trace)
+
+    async def use() -> None:
+        await acquire(tenant, 700, uses=False)
+        assert tenant.level("tokens") == 1000
+        await acquire(tenant, 700, uses=True)
+        assert tenant.level("tokens") == 200
+        with pytest.raises(RequestError, match="tokens a minute"):
+            await acquire(tenant, 700, uses=False)
+        context.cleanup.close()
+        assert tenant.level("tokens") == 870
+        with pytest.raises(RequestError, match="tokens a minute"):
+            await acquire(tenant, 10**6, uses=False)
+        # It takes a full bucket, else it could never be served.
+        await acquire(Tenant(key), 10**6, uses=False)
+
+    asyncio.run(use())
 
 
 def test_a_refused_request_leaves_nothing() -> None:
     tenant = Tenant(Key(id="k", name="n", sha256="", limits=KeyLimits(requests_per_minute=1)))
     contexts = [RequestContext(), RequestContext()]
-    tenant.enter(contexts[0])
-    with pytest.raises(Exception, match="requests a minute"):
-        tenant.enter(contexts[1])
+    asyncio.run(tenant.enter(contexts[0]))
+    with pytest.raises(RequestError, match="requests a minute"):
+        asyncio.run(tenant.enter(contexts[1]))
+    assert tenant.num_open == 1
     for context in contexts:
         context.cleanup.close()
     assert tenant.num_open == 0

@@ -17,6 +17,7 @@ from infer.errors import RequestError
 from infer.server.http.fair_threads import FairThreads
 from infer.server.tenancy.keys import Key, KeyLimits
 from infer.server.tenancy.limits import FREE_CPU_S, TOKENS_A_CPU_SECOND, Tenant
+from infer.server.tenancy.local_limits import LocalLimits
 from infer.text.tokenizer import Tokenizer
 from infer.text.untrusted.workers import Answer, Job, UntrustedWorkers
 from infer.types.grammar import Grammar
@@ -140,15 +141,14 @@ def test_what_a_small_body_makes_large_is_worked_on_beside_the_event_loop(
 
 
 def test_cpu_time_is_charged_beyond_what_is_usual() -> None:
-    tenant = Tenant(
-        Key(id="a", name="a", sha256="", limits=KeyLimits(tokens_per_minute=60_000)), lambda: 0.0
-    )
+    key = Key(id="a", name="a", sha256="", limits=KeyLimits(tokens_per_minute=60_000))
+    tenant = Tenant(key, LocalLimits(lambda: 0.0))
     tenant.charge_cpu(FREE_CPU_S)
     assert tenant.level("tokens") == 60_000
     for seconds in (1, 2, 3):
         tenant.charge_cpu(FREE_CPU_S + seconds)
     assert tenant.level("tokens") == 60_000 - 6 * TOKENS_A_CPU_SECOND
-    Tenant(Key(id="b", name="b", sha256=""), lambda: 0.0).charge_cpu(1e9)
+    Tenant(Key(id="b", name="b", sha256="")).charge_cpu(1e9)
 
 
 def test_a_key_that_has_used_much_cpu_time_must_wait(

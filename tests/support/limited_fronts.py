@@ -17,11 +17,12 @@ from infer.requests.state import RequestState
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
 from infer.server.observe.request_trace import ChoiceTrace, RequestTrace
-from infer.server.tenancy.front_limits import AuthorityError, FrontLimits, SharedTenant
+from infer.server.tenancy.front_limits import AuthorityError, FrontLimits
 from infer.server.tenancy.keys import Key, KeyLimits
 from infer.server.tenancy.limit_authority import LimitAuthority
-from infer.server.tenancy.limit_messages import decode_exchange, encode
+from infer.server.tenancy.limit_messages import decode_sync, encode
 from infer.server.tenancy.limits import Tenant
+from infer.server.tenancy.local_limits import LocalLimits
 from infer.types import Request, SamplingParams
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -102,7 +103,7 @@ class World:
         self.tenants: list[Tenant] = []
         for index in range(NUM_FRONTS):
             self._fronts.append(self._new_front(index))
-            self.tenants.append(SharedTenant(key, self._fronts[-1]))
+            self.tenants.append(Tenant(key, self._fronts[-1]))
 
     def _new_authority(self) -> LimitAuthority:
         return LimitAuthority(NUM_FRONTS, clock=self._loop.time)
@@ -116,7 +117,7 @@ class World:
             if "questions lost" in now:
                 await asyncio.sleep(60)
             authority = self._authority
-            answer = encode(authority.exchange(decode_exchange(said)))
+            answer = encode(authority.sync(decode_sync(said)))
             await asyncio.sleep(ROUND_TRIP_S / 2)
             if "answers lost" in now:
                 await asyncio.sleep(60)
@@ -136,7 +137,7 @@ class World:
                     index = fault.front or 0
                     await self._fronts[index].close()
                     self._fronts[index] = self._new_front(index)
-                    self.tenants[index] = SharedTenant(self._key, self._fronts[index])
+                    self.tenants[index] = Tenant(self._key, self._fronts[index])
                 else:
                     self._authority = self._new_authority()
 
@@ -162,18 +163,16 @@ async def _request(tenants: list[Tenant], arrival: Arrival, admitted: Admitted) 
     with context.cleanup:
         began_s = loop.time()
         try:
-            await tenant.ask_to_enter(context)
+            await tenant.enter(context)
             admitted.longest_wait_s = max(admitted.longest_wait_s, loop.time() - began_s)
-            tenant.enter(context)
-            await tenant.ask_for_tokens([request], context)
-            if arrival.is_refused:
-                return
-            refund = tenant.reserve([request], context)
+            async with tenant.acquire([request], context) as grant:
+                if arrival.is_refused:
+                    return
+                grant.use(context, _trace(arrival, context))
         except HttpError as error:
             if error.status != 429 or not error.retry_after_s:
                 raise
             return
-        context.cleanup.callback(refund, _trace(arrival, context))
         admitted.num_requests += 1
         admitted.num_open += 1
         admitted.most_open = max(admitted.most_open, admitted.num_open)
@@ -194,7 +193,7 @@ def admitted_by(
     async def run() -> Admitted:
         key, admitted = Key(id="k", name="n", sha256="", limits=limits), Admitted()
         if is_alone:
-            tenants = [Tenant(key, asyncio.get_running_loop().time)]
+            tenants = [Tenant(key, LocalLimits(asyncio.get_running_loop().time))]
             await asyncio.gather(*(_request(tenants, each, admitted) for each in load))
             return admitted
         world = World(key, faults)

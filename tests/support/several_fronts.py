@@ -13,7 +13,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.server.fronts import SeveralFronts
 from infer.server.tenancy.front_limits import AuthorityError, FrontLimits
 from infer.server.tenancy.limit_authority import LimitAuthority
-from infer.server.tenancy.limit_messages import decode_exchange, encode
+from infer.server.tenancy.limit_messages import decode_sync, encode
 from tests.support.serving import App, serving
 
 
@@ -30,10 +30,10 @@ class SharedByFronts:
         self._relay = FrontRelay()
         self.has_gone = False
 
-    async def exchange(self, said: bytes) -> bytes:
+    async def sync(self, said: bytes) -> bytes:
         if self.has_gone:
             raise AuthorityError("its process has gone")
-        return encode(self._authority.exchange(decode_exchange(said)))
+        return encode(self._authority.sync(decode_sync(said)))
 
     async def next_question(self, front: str) -> tuple[int, bytes] | None:
         self._check()
@@ -60,7 +60,7 @@ class FrontOfSeveral:
     ) -> None:
         self.name = new_front_name()
         self.tag = self.name.removeprefix("front-")
-        self.limits = FrontLimits(self.name, num_fronts, shared.exchange)
+        self.limits = FrontLimits(self.name, num_fronts, shared.sync)
         self._peers = RelayedPeers(self.name, shared)
         fronts = SeveralFronts(self.name, self.limits, self._peers)
         self._app = serving(engine, fronts=fronts, **settings)

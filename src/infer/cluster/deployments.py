@@ -353,7 +353,7 @@ class Front:
         if cluster.fronts == 1:
             return create_app(engine, server, page=page)
         shared = SharedFronts(serve.get_replica_context().app_name, cluster.fronts)
-        limits = FrontLimits(self._name, cluster.fronts, shared.exchange)
+        limits = FrontLimits(self._name, cluster.fronts, shared.sync)
         peers = RelayedPeers(self._name, shared)
         fronts = SeveralFronts(self._name, limits, peers)
         app = create_app(engine, server, page=page, fronts=fronts)

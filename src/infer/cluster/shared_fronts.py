@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError
 from infer.cluster.front_relay import FrontRelay, RelayError
 from infer.server.tenancy.front_limits import AuthorityError
 from infer.server.tenancy.limit_authority import LimitAuthority
-from infer.server.tenancy.limit_messages import decode_exchange, encode
+from infer.server.tenancy.limit_messages import decode_sync, encode
 
 
 class FrontsActor:
@@ -21,9 +21,9 @@ class FrontsActor:
         self._authority = LimitAuthority(num_fronts)
         self._relay = FrontRelay()
 
-    async def exchange(self, said: bytes) -> bytes:
-        """See `LimitAuthority.exchange`; both in msgpack."""
-        return encode(self._authority.exchange(decode_exchange(said)))
+    async def sync(self, said: bytes) -> bytes:
+        """See `LimitAuthority.sync`; both in msgpack."""
+        return encode(self._authority.sync(decode_sync(said)))
 
     async def next_question(self, front: str) -> tuple[int, bytes] | None:
         """See `FrontRelay`."""
@@ -39,7 +39,7 @@ class FrontsActor:
 
 
 class SharedFronts:
-    """The `FrontsActor` of an application, as its fronts call it: a `Relay`, a carrier of limits.
+    """The `FrontsActor` of an application, as its fronts call it: a `Relay`, a transport of limits.
 
     The first front that needs it makes it, and it dies with that front; then another one does.
     """
@@ -75,10 +75,10 @@ class SharedFronts:
                 self._actor = self._finding = None
             raise
 
-    async def exchange(self, said: bytes) -> bytes:
-        """A carrier of `FrontLimits`."""
+    async def sync(self, said: bytes) -> bytes:
+        """A transport of `FrontLimits`."""
         try:
-            answer: bytes = await self._call("exchange", said)
+            answer: bytes = await self._call("sync", said)
         except Exception as error:
             raise AuthorityError(type(error).__name__) from error
         return answer

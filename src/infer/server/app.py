@@ -36,7 +36,6 @@ from infer.server.route_table import generating_apis, routes_of
 from infer.server.sessions.routes import SessionRoutes
 from infer.server.sessions.store import Quota
 from infer.server.settings import ServerSettings
-from infer.server.tenancy.front_limits import SharedTenant
 from infer.server.tenancy.keys import Keys
 from infer.server.tenancy.limits import AuthMiddleware
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
@@ -76,8 +75,8 @@ def layers(
     if page is not None:
         found.append(Middleware(PageLayer, page=page))
     keys = Keys(Path(settings.api_keys)) if settings.api_keys else None
-    make_tenant = partial(SharedTenant, limits=fronts.limits) if fronts else None
-    return [*found, Middleware(AuthMiddleware, keys=keys, make_tenant=make_tenant)]
+    limits = fronts.limits if fronts else None
+    return [*found, Middleware(AuthMiddleware, keys=keys, limits=limits)]
 
 
 def create_app(

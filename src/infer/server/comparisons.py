@@ -1,7 +1,8 @@
 """`Comparisons`: the batching modes beside one another, computed by a process of its own.
 
-The process (`infer.bench.comparison`) has the lowest priority and loads the model that ships. There
-is one at a time, none begins while requests wait, and it ends with its client or after `MAX_S`.
+The process (`infer.bench.comparison`) has the lowest priority and loads the model that ships. A key
+has one at a time. Two run, never both of one key; those of further keys wait for their turn. None
+begins while requests wait, and it ends with its client or after `MAX_S`.
 """
 
 from __future__ import annotations
@@ -9,19 +10,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import DeadlineError, EngineError
-from infer.server.http.error_responses import HttpError
+from infer.fair_queue import FairQueue
+from infer.server.http.error_responses import HttpError, too_many
 from infer.server.openai.schema import Body
 from infer.server.openai.schema_base import WHOLE
 
 log = logging.getLogger(__name__)
 
+MAX_RUNNING = 2
+"""comparisons of different keys that run at the same time"""
+MAX_OF_KEY = 1
+"""comparisons of one key that run or wait"""
 MAX_S = 120.0
 """seconds after which a comparison is ended"""
 MAX_BYTES = 32 * 1024 * 1024
@@ -48,21 +55,45 @@ class Comparisons:
         self._engine = engine
         self._max_s = max_s
         self._command = command
-        self._is_running = False
+        self._turns: FairQueue[asyncio.Future[None]] = FairQueue(MAX_RUNNING)
 
-    async def run(self, body: ComparisonBody) -> bytes:
-        """The comparison as JSON; cancelling it ends the process. Raises `HttpError` (503) while
-        another one runs or requests wait, `DeadlineError`, and `EngineError` if it fails."""
-        if self._is_running:
+    async def run(self, body: ComparisonBody, owner: str = "") -> bytes:
+        """The comparison as JSON; cancelling it ends the process. `owner`: id of the key. Raises
+        `HttpError`: 429 while another one of the key runs or waits, 503 while one runs and there
+        are no keys, or requests wait; `DeadlineError`, and `EngineError` if it fails."""
+        if self._turns.num_open(owner) >= MAX_OF_KEY:
+            if owner:
+                raise too_many(f"this key may have {MAX_OF_KEY} comparison running", _RETRY_S)
             raise _busy("another comparison is running", "comparison_running")
-        stats, num_seats = self._engine.read_stats(), self._engine.num_seats
-        if stats.engine.gauges.num_waiting or stats.num_open > num_seats:
-            raise _busy("requests are waiting, and a comparison would take their time", "busy")
-        self._is_running = True
-        try:
+        async with self._turn_of(owner):
+            stats, num_seats = self._engine.read_stats(), self._engine.num_seats
+            if stats.engine.gauges.num_waiting or stats.num_open > num_seats:
+                raise _busy("requests are waiting, and a comparison would take their time", "busy")
             return await self._computed(body)
+
+    @asynccontextmanager
+    async def _turn_of(self, owner: str) -> AsyncIterator[None]:
+        """Wait for a place, and keep it until the block ends."""
+        turn = asyncio.get_running_loop().create_future()
+        self._turns.put(owner, turn)
+        try:
+            self._start_turns()
+            await turn
+            yield
         finally:
-            self._is_running = False
+            if turn.cancelled():
+                self._turns.remove(owner, turn)
+            else:
+                self._turns.done(owner)
+            self._start_turns()
+
+    def _start_turns(self) -> None:
+        while (taken := self._turns.take()) is not None:
+            owner, turn = taken
+            if turn.cancelled():
+                self._turns.done(owner)
+            else:
+                turn.set_result(None)
 
     async def _computed(self, body: ComparisonBody) -> bytes:
         process = await asyncio.create_subprocess_exec(

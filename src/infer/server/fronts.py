@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
@@ -35,9 +36,9 @@ from infer.server.tenancy.front_limits import FrontLimits
 ANSWER_TIMEOUT_S = 1.0
 """seconds that a front waits for the others"""
 MAX_QUESTIONS = 32
-"""different questions of a front that may be under way"""
+"""different questions of a front that may be under way, beside the first of each key"""
 MAX_QUESTIONS_OF_KEY = 4
-"""those of one key among them"""
+"""those of one key"""
 WAIT_S = 0.5
 """seconds that a further question waits for its turn; then it is refused (503)"""
 MAX_LISTED_OF_FRONT = 256
@@ -127,10 +128,8 @@ class FrontEndpoints:
         if asked.kind == "metrics":
             return FrontAnswer(True, text=text_of([self._metrics]).decode())
         if asked.kind == "requests":
-            traces = zip(
-                range(MAX_LISTED_OF_FRONT), self._traces.all(asked.visible_to), strict=False
-            )
-            return FrontAnswer(True, [summary(trace) for _, trace in traces])
+            traces = islice(self._traces.all(asked.visible_to), MAX_LISTED_OF_FRONT)
+            return FrontAnswer(True, list(map(summary, traces)))
         found = self._traces.named(asked.name, asked.visible_to)
         if asked.kind == "named":
             return FrontAnswer(True, [summary(trace) for trace in found[:MAX_LISTED_OF_FRONT]])
@@ -172,12 +171,14 @@ class FrontQueries(OneServer):
         return answers, missing
 
     async def _ask_in_turn(self, asked: FrontQuestion) -> Mapping[str, bytes | None]:
+        is_only_one = asked.visible_to not in self._places_of
         own = self._places_of.setdefault(asked.visible_to, asyncio.Semaphore(MAX_QUESTIONS_OF_KEY))
         async with AsyncExitStack() as held:
             try:
                 async with asyncio.timeout(WAIT_S):
                     await held.enter_async_context(own)
-                    await held.enter_async_context(self._places)
+                    if not is_only_one:
+                        await held.enter_async_context(self._places)
             except TimeoutError:
                 message = "too many questions to the other fronts are under way"
                 raise OverloadedError(message) from None

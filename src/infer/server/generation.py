@@ -31,7 +31,7 @@ from infer.server.openai.openapi import EVENTS, JSON, takes
 from infer.server.openai.streaming import EventStream, all_of, unless_gone
 from infer.server.sessions.routes import SessionRoutes, SessionTurn
 from infer.server.settings import ServerSettings
-from infer.server.tenancy.limits import revoked, tenant_of
+from infer.server.tenancy.limits import Grant, revoked, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
 from infer.text.untrusted.workers import Steps
 from infer.types import Request
@@ -106,8 +106,8 @@ class GenerationCall(Generic[B]):
         wire = await self._validate(body)
         with self._admit(wire) as places:
             prepared = await self._to_engine(wire)
-            await self._tenant.ask_for_tokens(prepared.requests, self._context)
-            running = self._begin(wire, prepared, places)
+            async with self._tenant.acquire(prepared.requests, self._context) as grant:
+                running = self._begin(wire, prepared, places, grant)
         if prepared.events is not None:
             return self._stream(prepared.events, running)
         return await self._whole(prepared.answer, running)
@@ -122,8 +122,7 @@ class GenerationCall(Generic[B]):
     async def _validate(self, body: dict[str, Any]) -> B:
         """The wire model. Grammars are paid for here, before they are compiled."""
         wire = await self._pipeline.bodies.validate(self._http, self._api.body, body)
-        await self._tenant.ask_for_chars(wire.num_grammar_chars, self._context)
-        self._tenant.charge_chars(wire.num_grammar_chars, self._context)
+        await self._tenant.charge_chars(wire.num_grammar_chars, self._context)
         return wire
 
     @contextmanager
@@ -161,21 +160,21 @@ class GenerationCall(Generic[B]):
         streams = wire.stream or wire.always_streams
         return Prepared(requests, answer, answer.events() if streams else None)
 
-    def _begin(self, wire: B, prepared: Prepared, places: Places) -> list[RequestStream]:
+    def _begin(
+        self, wire: B, prepared: Prepared, places: Places, grant: Grant
+    ) -> list[RequestStream]:
         """Hand the places over. No coroutine: see the module's docstring."""
         places.reservation.check(prepared.requests)
-        self._own(wire, prepared)
+        self._own(wire, prepared, grant)
         places.waiting.close()  # the trace counts them now
         return self._enter(prepared, places.reservation)
 
-    def _own(self, wire: B, prepared: Prepared) -> None:
-        """Take the key's tokens, and begin the trace, which ends with the request context. Raises
-        429."""
+    def _own(self, wire: B, prepared: Prepared, grant: Grant) -> None:
+        """Begin the trace, which ends with the request context and has the key's tokens."""
         context, traces = self._context, self._pipeline.traces
         key_id, num_prompt = self._tenant.key.id, prepared.answer.num_prompt
-        refund = self._tenant.reserve(prepared.requests, context)
         trace = traces.begin(self._answer_id, context, key_id, prepared.requests, num_prompt)
-        context.cleanup.callback(refund, trace)
+        grant.use(context, trace)
         self._set_deadline(trace, wire.timeout)
         context.on_revoked = lambda: traces.cancel(trace, revoked())
 

@@ -55,8 +55,8 @@ class ModelEndpoints:
         self._sessions = sessions
         self._settings = settings
         self._comparisons = Comparisons(engine)
-        self._document: bytes | None = None
-        """the OpenAPI document, once somebody has asked for it"""
+        self._document: asyncio.Task[bytes] | None = None
+        """makes the OpenAPI document, once somebody has asked for it"""
 
     @takes(ChatBody, refuses=(404,))
     async def render(self, http: HttpRequest) -> Response:
@@ -103,8 +103,7 @@ class ModelEndpoints:
         wire = await self._bodies.validate(http, model, body)
         num_bytes = http.scope.get(NUM_BYTES, 0)
         tenant, context = tenant_of(http.scope), RequestContext.of(http.scope)
-        await tenant.ask_for_chars(num_bytes, context)
-        tenant.charge_chars(num_bytes, context)
+        await tenant.charge_chars(num_bytes, context)
         heavy = isinstance(wire, ChatBody) and wire.is_heavy
         fields = await self._offload.run_steps(http, work, wire, heavy=heavy)
         if isinstance(wire, ChatBody):
@@ -172,7 +171,9 @@ class ModelEndpoints:
         """The batching modes beside one another, on the model that ships: a recording of each."""
         body = await self._bodies.read_object(http)
         wire = await self._bodies.validate(http, ComparisonBody, body)
-        found = await unless_gone(http.receive, self._comparisons.run(wire))
+        found = await unless_gone(
+            http.receive, self._comparisons.run(wire, tenant_of(http.scope).key.id)
+        )
         return Response(found, media_type=JSON)
 
     @takes(answers=("text/plain", "text/html"))
@@ -187,8 +188,10 @@ class ModelEndpoints:
     async def openapi(self, http: HttpRequest) -> Response:
         """All this for programs: the OpenAPI document."""
         if self._document is None:
-            self._document = await asyncio.to_thread(self._made_document, http.app.routes)
-        return Response(self._document, media_type="application/json")
+            making = asyncio.to_thread(self._made_document, http.app.routes)
+            self._document = asyncio.ensure_future(making)
+        document = await asyncio.shield(self._document)
+        return Response(document, media_type="application/json")
 
     def _made_document(self, routes: Sequence[BaseRoute]) -> bytes:
         return render(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -24,7 +23,8 @@ from infer.server.http.error_responses import ClientGone, HttpError
 from infer.server.http.fair_threads import FairThreads
 from infer.server.http.json_body import check_media_type, parse_object, read_body
 from infer.server.openai.large_json import LARGE_ANSWER_BYTES
-from infer.server.tenancy.limits import Tenant, tenant_of, too_many
+from infer.server.tenancy.key_places import KeyPlaces
+from infer.server.tenancy.limits import Tenant, tenant_of
 from infer.text.untrusted.workers import Answer, Job, Steps
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
@@ -47,8 +47,14 @@ class Offload:
         self._limits = limits
         self._parser = FairThreads(1, "infer-json")
         self._threads = FairThreads(2, "infer-text")
-        self._num_open: Counter[str] = Counter()
-        """long bodies that are worked on or wait, by owner"""
+        self._places = KeyPlaces(
+            "long bodies worked on", limits.max_long_bodies_of_key, limits.max_long_bodies
+        )
+        """of long bodies that are worked on or wait"""
+        self._jobs = KeyPlaces(
+            "chats and grammars worked on", limits.max_jobs_of_key, limits.max_jobs
+        )
+        """of jobs of untrusted text that are worked on or wait"""
         self._budget = BodyBudget()
 
     async def read_object(self, request: Request) -> dict[str, Any]:
@@ -57,7 +63,7 @@ class Offload:
             parsed: dict[str, Any] = request.scope[PARSED]
             return parsed
         check_media_type(request.headers)
-        with self._budget.body() as grow_to:
+        with self._budget.body(tenant_of(request.scope).key.id) as grow_to:
             try:
                 async with asyncio.timeout(self._limits.body_timeout_s):
                     body = await read_body(request, grow_to)
@@ -92,12 +98,12 @@ class Offload:
         job, result = await self._run_in(self._threads, request, _advance, steps, None, heavy=heavy)
         while job is not None:
             if heavy:
-                self._num_open[owner] += 1
+                self._places.acquire(owner)
             try:
-                answer = await _answer_to(job, tenant)
+                answer = await self._answer_to(job, tenant)
             finally:
                 if heavy:
-                    self._count_down(owner)
+                    self._places.release(owner)
             # What a template has written may be long, though the body is short.
             heavy = heavy or len(answer.body) > self._limits.long_body_bytes
             job, result = await self._run_in(
@@ -132,43 +138,40 @@ class Offload:
         owner = tenant.key.id
         if not is_begun:
             self._check_room(tenant)
-        self._num_open[owner] += 1
+        self._places.acquire(owner)
         result: T = await threads.submit(
-            owner, partial(work, *arguments), partial(self._count_down, owner)
+            owner, partial(work, *arguments), partial(self._places.release, owner)
         )
         return result
 
     def _check_room(self, tenant: Tenant) -> None:
-        key = tenant.key
-        most = min(self._limits.max_long_bodies_of_key, key.limits.max_concurrent)
-        if key.id and self._num_open[key.id] >= most:
-            raise too_many(f"this key may have {most} long bodies worked on", 1)
-        if self._num_open.total() >= self._limits.max_long_bodies:
+        if not self._places.has_room(tenant.key.id, tenant.key.limits.max_concurrent):
             raise OverloadedError("too many long bodies are being read")
 
-    def _count_down(self, owner: str) -> None:
-        self._num_open[owner] -= 1
-        if not self._num_open[owner]:
-            del self._num_open[owner]
+    async def _answer_to(self, job: Job, tenant: Tenant) -> Answer:
+        """The answer to a job, which is charged to the key even if nobody waits for it any more."""
+        loop, owner = asyncio.get_running_loop(), tenant.key.id
+        if not self._jobs.has_room(owner):
+            raise OverloadedError("too many chats and grammars are being worked on")
+
+        def end(done: Future[Answer]) -> None:
+            self._jobs.release(owner)
+            if not done.cancelled() and done.exception() is None:
+                tenant.charge_cpu(done.result().cpu_s)
+
+        def end_soon(done: Future[Answer]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(end, done)
+
+        working = job.workers.submit(job, owner)
+        self._jobs.acquire(owner)
+        working.add_done_callback(end_soon)
+        return await asyncio.wrap_future(working)
 
     def close(self) -> None:
         """End the threads, without waiting for them."""
         for threads in (self._parser, self._threads):
             threads.close()
-
-
-async def _answer_to(job: Job, tenant: Tenant) -> Answer:
-    """The answer to a job, which is charged to the key even if nobody waits for it any more."""
-    loop = asyncio.get_running_loop()
-    working = job.workers.submit(job, tenant.key.id)
-
-    def charge(done: Future[Answer]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(tenant.charge_cpu, done.result().cpu_s)
-
-    working.add_done_callback(charge)
-    return await asyncio.wrap_future(working)
 
 
 def _advance(steps: Steps[T], answer: Answer | None) -> tuple[Job | None, T | None]:

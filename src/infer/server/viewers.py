@@ -5,8 +5,8 @@ a group: a frame is written once for all of them. A group's numbers for requests
 only owners and administrators get names.
 
 Every bound is one of memory or of traffic, and none of them reaches the engine. At most
-`MAX_VIEWERS` watch; no key and no client can keep all of these places from others. A frame has a
-maximum size (`step_frames`), and frames are written only while their bytes stay within
+`MAX_VIEWERS` watch; no number of keys or clients can keep all of these places from another. A frame
+has a maximum size (`step_frames`), and frames are written only while their bytes stay within
 `MAX_BYTES_A_SECOND`; what waits for a later frame is merged. What a viewer has not read is dropped
 beyond `MAX_PENDING_BYTES` and counted; once it reads again, it gets the state of all requests.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -34,10 +35,9 @@ from infer.engine.client.step_frames import (
 )
 from infer.errors import EngineDeadError
 from infer.requests.state import FoldedStep
-from infer.server.http.error_responses import HttpError
+from infer.server.http.error_responses import HttpError, too_many
 from infer.server.observe.request_trace import RequestTrace, RequestTraces
 from infer.server.openai.events import dump, event
-from infer.server.tenancy.limits import too_many
 from infer.types import FinishReason
 from infer.types.engine_stats import EngineStats
 
@@ -47,6 +47,8 @@ MAX_VIEWERS = 8
 """maximum number of viewers of an engine"""
 MAX_VIEWERS_A_KEY = 4
 """maximum number of them with one key"""
+TURN_S = 10.0
+"""seconds after which a viewer gives way to a key without one, where each has one"""
 FRAME_S = 0.05
 """minimum seconds between two frames"""
 IDLE_FRAME_S = 1.0
@@ -64,11 +66,12 @@ _RETRY_S = 5
 class Viewer:
     """One who watches: the events that he has not read. Has one reader, on the event loop."""
 
-    def __init__(self, owner: str | None, party: str, hello: bytes) -> None:
+    def __init__(self, owner: str | None, party: str, since_s: float, hello: bytes) -> None:
         """`owner`: id of the key whose requests he knows by name; None for all. `party`: see
-        `EngineViewers.join`. `hello`: the first event."""
+        `EngineViewers.join`. `since_s`: when he came. `hello`: the first event."""
         self.owner = owner
         self.party = party
+        self.since_s = since_s
         self.is_synced = False
         """whether he knows the state of all requests as of the last frame"""
         self.left_out = LeftOut()
@@ -176,7 +179,8 @@ class EngineViewers:
         many with his key (429), `EngineDeadError` if the server shuts down.
 
         Viewers with one key are a party; without keys, those from one `address` are. If all places
-        are taken, the party that has most of them gives one up for a party that has fewer."""
+        are taken, the party that has most of them gives one up for a party that has fewer. Parties
+        that have one each take turns with one that has none, of `TURN_S`."""
         if self._engine.is_ending:
             raise EngineDeadError("the server is shutting down")
         party = key_id or address
@@ -189,11 +193,11 @@ class EngineViewers:
                 f"{MAX_VIEWERS} viewers watch this engine, which is the maximum: close one of them",
                 code="too_many_viewers",
                 type="overloaded_error",
-                retry_after_s=_RETRY_S,
+                retry_after_s=_RETRY_S if num_own else max(1, math.ceil(self._turn_left_s())),
             )
         if self._builder is None:
             self._begin()
-        viewer = Viewer(owner, party, event(dump(self._hello()), "hello"))
+        viewer = Viewer(owner, party, self._clock(), event(dump(self._hello()), "hello"))
         group = self._groups.get(owner)
         if group is None:
             group = self._groups[owner] = ViewerGroup(self._writer(owner))
@@ -203,15 +207,20 @@ class EngineViewers:
 
     def _make_room(self, num_own: int) -> bool:
         """End the oldest viewer of the party that has most, if it has more than a party of
-        `num_own` will have with one more; returns whether there is room now."""
+        `num_own` will have with one more, or a party has none and it is its turn; returns whether
+        there is room now."""
         sizes = Counter(each.party for each in self._viewers)
-        party, most = sizes.most_common(1)[0]
-        if most <= num_own + 1:
+        party, most = sizes.most_common(1)[0]  # of several the one whose viewer is the oldest
+        if most <= num_own + 1 and (num_own or self._turn_left_s() > 0):
             return False
         oldest = next(each for each in self._viewers if each.party == party)
         oldest.end("replaced")
         self.leave(oldest)
         return True
+
+    def _turn_left_s(self) -> float:
+        """Seconds for which the oldest viewer gives way to nobody."""
+        return next(iter(self._viewers)).since_s + TURN_S - self._clock()
 
     def leave(self, viewer: Viewer) -> None:
         """One watches no more; with the last one the collecting ends."""

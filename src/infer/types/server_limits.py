@@ -32,6 +32,10 @@ class ServerLimits:
     """long bodies that are worked on or wait for it; further ones are refused (503)"""
     max_long_bodies_of_key: int = 16
     """long bodies of one key, whose `max_concurrent` is a limit too; further ones get 429"""
+    max_jobs: int = 1024
+    """chats to render and grammars to check that are worked on or wait; further ones get 503"""
+    max_jobs_of_key: int = 128
+    """those of one key; further ones get 429"""
     max_traces: int = 1024
     """ended traces that are kept of all owners together"""
     max_traces_of_owner: int = 256

@@ -2,20 +2,27 @@
 
 A body that is sent slowly, or never ends, keeps the bytes received so far in memory. The first
 bytes of each body are not counted, so short requests still work when long bodies fill the budget.
+One key has a part of it only. When the budget is used up, a key may still have `OWN_BYTES`.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from infer.errors import OverloadedError
+from infer.server.http.error_responses import too_many
 
 UNCOUNTED_BYTES = 8 * 1024
 """first bytes of each body that are not counted"""
 MAX_BYTES = 36 * 1024 * 1024
 """counted bytes of all bodies: 64 MiB, less the uncounted bytes of 1,024 connections and the
 protocol's buffers for each of them (a piece being parsed, a parsed one, and their copies)"""
+MAX_BYTES_OF_KEY = 18 * 1024 * 1024
+"""counted bytes of the bodies of one key"""
+OWN_BYTES = 256 * 1024
+"""counted bytes that a key may have when all are used"""
 
 
 class BodyBudget:
@@ -24,27 +31,39 @@ class BodyBudget:
     def __init__(self, max_bytes: int = MAX_BYTES, uncounted_bytes: int = UNCOUNTED_BYTES) -> None:
         self._max_bytes = max_bytes
         self._uncounted_bytes = uncounted_bytes
-        self.num_bytes = 0
-        """counted bytes of all bodies that are being read"""
+        self._held: Counter[str] = Counter()
+        """counted bytes of the bodies that are being read, by owner"""
+
+    @property
+    def num_bytes(self) -> int:
+        """Counted bytes of all bodies that are being read."""
+        return self._held.total()
 
     @contextmanager
-    def body(self) -> Iterator[Callable[[int], None]]:
-        """Count one body until the block ends.
+    def body(self, owner: str = "") -> Iterator[Callable[[int], None]]:
+        """Count one body until the block ends. `owner`: id of the key.
 
         Call the yielded function with the body's new length in bytes before it grows; it raises
-        `OverloadedError` if the budget is used up.
+        `HttpError` (429) if the key's part of the budget is used up, `OverloadedError` if all is.
         """
         held = 0
 
         def grow_to(length: int) -> None:
             nonlocal held
-            counted = max(0, length - self._uncounted_bytes)
-            if self.num_bytes + counted - held > self._max_bytes:
+            more = max(0, length - self._uncounted_bytes) - held
+            own = self._held[owner] + more
+            if owner and own > MAX_BYTES_OF_KEY:
+                most = MAX_BYTES_OF_KEY >> 20
+                raise too_many(f"this key may have {most} MiB of request bodies being read", 1)
+            is_used_up = self.num_bytes + more > self._max_bytes
+            if is_used_up and (not owner or own > OWN_BYTES):
                 raise OverloadedError("too many bytes of request bodies are being read")
-            self.num_bytes += counted - held
-            held = counted
+            self._held[owner] = own
+            held += more
 
         try:
             yield grow_to
         finally:
-            self.num_bytes -= held
+            self._held[owner] -= held
+            if not self._held[owner]:
+                del self._held[owner]

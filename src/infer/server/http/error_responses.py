@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -82,6 +83,17 @@ class HttpError(RequestError):
         self.status = status
         self.type = type or self.type
         self.retry_after_s = retry_after_s
+
+
+def too_many(message: str, wait_s: float) -> HttpError:
+    """The 429 for a key's limit, with the seconds after which to try again."""
+    return HttpError(
+        429,
+        message,
+        code="rate_limit_exceeded",
+        type="rate_limit_error",
+        retry_after_s=math.ceil(wait_s),
+    )
 
 
 def headers_too_large() -> HttpError:

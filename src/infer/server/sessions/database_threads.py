@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from infer.server.http.error_responses import HttpError
 from infer.server.http.fair_threads import FairThreads
-from infer.server.tenancy.limits import too_many
+from infer.server.tenancy.key_places import KeyPlaces
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 T = TypeVar("T")
@@ -43,11 +42,13 @@ class DatabaseThreads:
     """See the module's docstring."""
 
     def __init__(self, limits: ServerLimits = SERVER_LIMITS) -> None:
-        self._max_calls = limits.max_database_calls
-        self._max_calls_of_key = limits.max_database_calls_of_key
         self._threads = FairThreads(NUM_THREADS, "infer-database")
-        self._num_calls: Counter[str] = Counter()
-        """calls that run or wait, by owner"""
+        self._places = KeyPlaces(
+            "calls of the database of sessions open",
+            limits.max_database_calls_of_key,
+            limits.max_database_calls,
+        )
+        """of calls that run or wait"""
 
     async def call(
         self, owner: str, work: Callable[..., T], *arguments: Any, is_begun: bool = False
@@ -57,13 +58,10 @@ class DatabaseThreads:
 
         Raises `DatabaseError` if the database fails or too many calls wait, `HttpError` (429) if
         too many of this key do."""
-        if owner and not is_begun and self._num_calls[owner] >= self._max_calls_of_key:
-            most = self._max_calls_of_key
-            raise too_many(f"this key may have {most} calls of the database of sessions open", 1)
-        if self._num_calls.total() >= self._max_calls:
+        if not is_begun and not self._places.has_room(owner):
             raise DatabaseError("too many requests wait for the database of sessions")
-        self._num_calls[owner] += 1
-        ended = partial(self._count_down, owner)
+        self._places.acquire(owner)
+        ended = partial(self._places.release, owner)
         running: asyncio.Future[T] = self._threads.submit(owner, partial(work, *arguments), ended)
         running.add_done_callback(_read)  # also if the caller was cancelled
         try:
@@ -74,11 +72,6 @@ class DatabaseThreads:
             log.error("the database of sessions has failed: %s: %s", type(cause).__name__, cause)
             message = "the database of sessions is busy or cannot be used; nothing was changed"
             raise DatabaseError(message) from None
-
-    def _count_down(self, owner: str) -> None:
-        self._num_calls[owner] -= 1
-        if not self._num_calls[owner]:
-            del self._num_calls[owner]
 
     def close(self) -> None:
         """Stop the threads without waiting for their calls."""

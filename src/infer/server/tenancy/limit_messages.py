@@ -1,8 +1,8 @@
 """What a front and the authority over the keys' limits say to each other, in msgpack
 
-A front sends one `Exchange` at a time; the authority answers each with a `LimitAnswer`. An exchange
-is repeatable: it has a number, and the number of the last one whose answer the front has seen, so
-the authority takes back what it granted in an answer that was lost.
+A front sends one `LimitSync` at a time; the authority answers each with a `LimitAnswer`. A sync
+message is repeatable: it has a number, and the number of the last one whose answer the front has
+seen, so the authority takes back what it granted in an answer that was lost.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import msgspec
 
 BucketName = str
 """`requests` or `tokens`; empty = none"""
+BucketId = tuple[str, BucketName]
+"""id of a key, and name of its bucket"""
 
 
 class LimitAsk(msgspec.Struct, array_like=True, frozen=True):
@@ -23,7 +25,7 @@ class LimitAsk(msgspec.Struct, array_like=True, frozen=True):
     """size of the bucket; 0 without one"""
     amount: float
     """amount to take from the bucket"""
-    places: int = 0
+    num_opened: int = 0
     """requests to count as open: 0 or 1"""
     max_open: int = 0
     """requests of the key that may be open at all fronts together"""
@@ -33,7 +35,7 @@ class LimitVerdict(msgspec.Struct, array_like=True, frozen=True):
     """What becomes of a `LimitAsk`."""
 
     is_granted: bool
-    has_no_place: bool = False
+    is_full: bool = False
     """whether it was refused because too many requests are open"""
     level: float = 0.0
     """amount in the bucket, after this"""
@@ -59,7 +61,7 @@ class BucketLevel(msgspec.Struct, array_like=True, frozen=True):
     level: float
 
 
-class Exchange(msgspec.Struct, array_like=True, frozen=True):
+class LimitSync(msgspec.Struct, array_like=True, frozen=True):
     """From a front to the authority."""
 
     front: str
@@ -68,7 +70,7 @@ class Exchange(msgspec.Struct, array_like=True, frozen=True):
     """1, 2, ... of this front"""
     confirmed: int
     """the latest number whose answer the front has seen"""
-    incarnation: str
+    generation: str
     """the authority that the front knows; empty = none"""
     version: int
     """the `version` of the latest answer that the front has seen"""
@@ -79,12 +81,12 @@ class Exchange(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LimitAnswer(msgspec.Struct, array_like=True, frozen=True):
-    """From the authority to a front. Another incarnation than the exchange's: it did nothing."""
+    """From the authority to a front. Another generation than the front's: it did nothing."""
 
-    incarnation: str
+    generation: str
     """random name of this authority, which knows nothing of those before it"""
     number: int
-    """that of the exchange"""
+    """that of the sync message"""
     version: int = 0
     """number of changes of all buckets so far"""
     is_open: bool = False
@@ -92,9 +94,9 @@ class LimitAnswer(msgspec.Struct, array_like=True, frozen=True):
     verdicts: list[LimitVerdict] = []
     """one for each ask"""
     levels: list[BucketLevel] = []
-    """the buckets that have changed since the `version` of the exchange"""
+    """the buckets that have changed since the `version` of the sync message"""
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode_exchange = msgspec.msgpack.Decoder(Exchange).decode
+decode_sync = msgspec.msgpack.Decoder(LimitSync).decode
 decode_answer = msgspec.msgpack.Decoder(LimitAnswer).decode

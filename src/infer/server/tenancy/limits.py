@@ -12,19 +12,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from infer.server.http.context import RequestContext
-from infer.server.http.error_responses import HttpError, describe, log
+from infer.server.http.error_responses import HttpError, describe, log, too_many
 from infer.server.observe.request_trace import RequestTrace
 from infer.server.tenancy.keys import ANYBODY, Key, Keys
-from infer.server.tenancy.token_bucket import Bucket
+from infer.server.tenancy.limit_messages import LimitAsk
+from infer.server.tenancy.local_limits import LocalLimits
 from infer.types import Request
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
@@ -53,19 +53,14 @@ def costs(method: str, path: str) -> bool:
 class Tenant:
     """The state of one API key while the server runs."""
 
-    def __init__(self, key: Key, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, key: Key, limits: LocalLimits | None = None) -> None:
+        """`limits`: who decides; default: this tenant alone."""
         self.key = key
-        self._num_open = 0
-        self._num_making = 0
-        limits = key.limits
-        self._buckets = {
-            name: Bucket(per_minute, clock)
-            for name, per_minute in (
-                ("requests", limits.requests_per_minute),
-                ("tokens", limits.tokens_per_minute),
-            )
-            if per_minute is not None
-        }
+        self._limits = limits or LocalLimits()
+        self._num_generating = 0
+        requests, tokens = key.limits.requests_per_minute, key.limits.tokens_per_minute
+        self._sizes = {"requests": requests or 0, "tokens": tokens or 0}
+        """of the key's buckets; 0: there is none"""
 
     @property
     def visible_to(self) -> str | None:
@@ -73,45 +68,24 @@ class Tenant:
         return None if self.key.limits.admin else self.key.id
 
     @property
-    def num_making(self) -> int:
+    def num_generating(self) -> int:
         """Number of choices that have a place and are in no trace yet."""
-        return self._num_making
+        return self._num_generating
 
     @property
     def num_open(self) -> int:
         """Number of requests that are open."""
-        return self._num_open
+        return self._limits.num_open(self.key.id)
 
     def level(self, name: str) -> float:
         """What may be used now of `requests` or `tokens`, of which there is a limit a minute."""
-        return self._buckets[name].level()
+        return self._limits.level(self.key.id, name, self._sizes[name])
 
-    def enter(self, context: RequestContext) -> None:
+    async def enter(self, context: RequestContext) -> None:
         """Count a request until its context is cleaned up; raises `HttpError` (429) if the key has
         too many open or per minute. A refused request is not counted."""
-        if not self._has_place(context):
-            most = self.key.limits.max_concurrent
-            raise too_many(f"this key may have {most} requests open", 1)
-        self._take("requests", 1, context)
-        self._num_open += 1
-        context.cleanup.callback(self._leave)
-
-    def _has_place(self, context: RequestContext) -> bool:
-        return self._num_open < self.key.limits.max_concurrent
-
-    def _leave(self) -> None:
-        self._num_open -= 1
-
-    # Where others decide, they are asked by these, directly before the method that needs it.
-
-    async def ask_to_enter(self, context: RequestContext) -> None:
-        """Call before `enter`."""
-
-    async def ask_for_chars(self, num_chars: int, context: RequestContext) -> None:
-        """Call before `charge_chars`."""
-
-    async def ask_for_tokens(self, requests: Sequence[Request], context: RequestContext) -> None:
-        """Call before `reserve`."""
+        await self._take("requests", 1, context, num_opened=1)
+        context.cleanup.callback(self._limits.leave, self.key.id)
 
     @contextmanager
     def queueing(
@@ -128,37 +102,33 @@ class Tenant:
             message = f"this key may have {most} choices waiting, beside {num_seats} that run: send"
             message += f" at most {most + num_seats} in one request, not {num_choices}"
             raise HttpError(400, message, code="too_many_choices")
-        num_own = num_queued + self._num_making + num_choices
+        num_own = num_queued + self._num_generating + num_choices
         num_left_over = num_taken + num_choices - num_seats
         if min(num_own, num_left_over) > most:
             raise too_many(f"this key may have {most} choices waiting", 1)
-        self._num_making += num_choices
+        self._num_generating += num_choices
         try:
             yield
         finally:
-            self._num_making -= num_choices
+            self._num_generating -= num_choices
 
-    def charge_chars(self, num_chars: int, context: RequestContext) -> None:
+    async def charge_chars(self, num_chars: int, context: RequestContext) -> None:
         """Charge work on text that is no prompt (grammars, requests to the tokenizer) as tokens, at
         `CHARS_A_TOKEN`; raises `HttpError` (429). Nothing is given back later."""
-        if amount := self._tokens_of_chars(num_chars):
-            self._take("tokens", amount, context)
+        if amount := min(math.ceil(num_chars / CHARS_A_TOKEN), self._sizes["tokens"]):
+            await self._take("tokens", amount, context)
 
     def charge_cpu(self, cpu_s: float) -> None:
         """Charge CPU time of other processes (checking a grammar, rendering a chat) as tokens, at
         `TOKENS_A_CPU_SECOND`, where it is more than usual. The bucket may go below 0: then the
         key's next requests wait."""
-        bucket = self._buckets.get("tokens")
-        if bucket is not None and cpu_s > FREE_CPU_S:
-            bucket.take(min(math.ceil((cpu_s - FREE_CPU_S) * TOKENS_A_CPU_SECOND), bucket.size))
+        if cpu_s > FREE_CPU_S:
+            amount = math.ceil((cpu_s - FREE_CPU_S) * TOKENS_A_CPU_SECOND)
+            self._change_tokens(min(amount, self._sizes["tokens"]))
 
-    def _tokens_of_chars(self, num_chars: int) -> int:
-        most = self.key.limits.tokens_per_minute
-        return 0 if most is None else min(math.ceil(num_chars / CHARS_A_TOKEN), most)
-
-    def _tokens_to_reserve(self, requests: Sequence[Request]) -> int:
-        most = self.key.limits.tokens_per_minute
-        return 0 if most is None else min(_worst_case(requests), most)
+    def _change_tokens(self, amount: int) -> None:
+        if amount and (size := self._sizes["tokens"]):
+            self._limits.change(self.key.id, "tokens", size, amount)
 
     def fitted(self, requests: list[Request], *, is_open_ended: bool) -> list[Request]:
         """The requests, if together they may use at most `MAX_MINUTES` of the key's tokens.
@@ -181,61 +151,66 @@ class Tenant:
             raise HttpError(400, message, code="tokens_per_minute_exceeded", param="max_tokens")
         return [replace(request, max_tokens=min(request.max_tokens, room)) for request in requests]
 
-    def reserve(
+    @asynccontextmanager
+    async def acquire(
         self, requests: Sequence[Request], context: RequestContext
-    ) -> Callable[[RequestTrace], None]:
+    ) -> AsyncIterator[Grant]:
         """Take the tokens that requests may use, at most a full bucket; raises `HttpError` (429).
-        Call the result when they have ended: it corrects the bucket by what they used."""
-        bucket = self._buckets.get("tokens")
-        reserved = self._tokens_to_reserve(requests)
-        self._take("tokens", reserved, context)
+        A grant that the block leaves unused is given back."""
+        grant = Grant(self._change_tokens, min(_worst_case(requests), self._sizes["tokens"]))
+        if grant.amount:
+            await self._take("tokens", grant.amount, context)
+        try:
+            yield grant
+        finally:
+            if not grant.is_used:
+                self._change_tokens(-grant.amount)
 
-        def refund(trace: RequestTrace) -> None:
-            if bucket:
-                bucket.take(trace.num_prompt + trace.sum_of("num_tokens") - reserved)
-
-        return refund
-
-    def _take(self, name: str, amount: int, context: RequestContext) -> None:
-        bucket = self._buckets.get(name)
-        if bucket is None:
+    async def _take(
+        self, name: str, amount: int, context: RequestContext, num_opened: int = 0
+    ) -> None:
+        """Take an amount from a bucket, if the key has it, and count an open request; raises
+        `HttpError` (429)."""
+        size, most = self._sizes[name], self.key.limits.max_concurrent
+        ask = LimitAsk(self.key.id, name if size else "", size, amount, num_opened, most)
+        verdict = await self._limits.acquire(ask)
+        if verdict.is_full:
+            raise too_many(f"this key may have {most} requests open", 1)
+        if not size:
             return
-        wait_s, level = self._spend(name, bucket, amount, context)
-        left = max(0, int(level))
-        reset_s = 60 * (1 - max(0.0, level) / bucket.size)
+        reset_s = 60 * (1 - max(0.0, verdict.level) / size)
         shown = {
-            f"x-ratelimit-limit-{name}": str(bucket.size),
-            f"x-ratelimit-remaining-{name}": str(left),
+            f"x-ratelimit-limit-{name}": str(size),
+            f"x-ratelimit-remaining-{name}": str(max(0, int(verdict.level))),
             f"x-ratelimit-reset-{name}": f"{reset_s:.3f}s",
         }
         kept = [header for header in context.headers if header[0] not in shown]
         context.headers[:] = [*kept, *shown.items()]
-        if wait_s:
-            raise too_many(f"this key may use {bucket.size} {name} a minute", wait_s)
+        if verdict.wait_s:
+            raise too_many(f"this key may use {size} {name} a minute", verdict.wait_s)
 
-    def _spend(
-        self, name: str, bucket: Bucket, amount: float, context: RequestContext
-    ) -> tuple[float, float]:
-        """Take an amount if it is there. Seconds until it is there (0 = taken); what is left."""
-        wait_s = bucket.wait_s(amount)
-        if not wait_s:
-            bucket.take(amount)
-        return wait_s, bucket.level()
+
+class Grant:
+    """Tokens that a request may use."""
+
+    def __init__(self, change: Callable[[int], None], amount: int) -> None:
+        """`change` takes tokens from the key's bucket."""
+        self._change = change
+        self.amount = amount
+        self.is_used = False
+
+    def use(self, context: RequestContext, trace: RequestTrace) -> None:
+        """Let the request of a trace have them. When its context ends, the key's bucket is
+        corrected by what it has used."""
+        self.is_used = True
+        context.cleanup.callback(self._settle, trace)
+
+    def _settle(self, trace: RequestTrace) -> None:
+        self._change(trace.num_prompt + trace.sum_of("num_tokens") - self.amount)
 
 
 def _worst_case(requests: Sequence[Request]) -> int:
     return sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
-
-
-def too_many(message: str, wait_s: float) -> HttpError:
-    """The 429 for a key's limit, with the seconds after which to try again."""
-    return HttpError(
-        429,
-        message,
-        code="rate_limit_exceeded",
-        type="rate_limit_error",
-        retry_after_s=math.ceil(wait_s),
-    )
 
 
 def revoked() -> HttpError:
@@ -247,13 +222,11 @@ class AuthMiddleware:
     """See the module's docstring. `keys` is None for a server without keys, which lets every
     request pass."""
 
-    def __init__(
-        self, app: ASGIApp, keys: Keys | None, make_tenant: Callable[[Key], Tenant] | None = None
-    ) -> None:
-        """`make_tenant`: makes the tenant of a key; default: `Tenant`."""
+    def __init__(self, app: ASGIApp, keys: Keys | None, limits: LocalLimits | None = None) -> None:
+        """`limits`: who decides about the keys' limits; default: each `Tenant` alone."""
         self._app = app
         self._keys = keys
-        self._make_tenant = make_tenant or Tenant
+        self._limits = limits
         self._tenants: dict[str, Tenant] = {}
         self._anybody = Tenant(ANYBODY)
         self._open: dict[str, list[RequestContext]] = {}
@@ -298,9 +271,8 @@ class AuthMiddleware:
                 await describe(error)(scope, receive, send)
                 return
             if costs(scope["method"], path):
-                await tenant.ask_to_enter(context)
                 try:
-                    tenant.enter(context)
+                    await tenant.enter(context)
                 except HttpError as error:
                     await describe(error)(scope, receive, send)
                     return
@@ -349,7 +321,7 @@ class AuthMiddleware:
             assert self._keys is not None
             known = {other.id for other in self._keys.all()}
             self._tenants = {i: t for i, t in self._tenants.items() if i in known}
-            tenant = self._tenants[key.id] = self._make_tenant(key)
+            tenant = self._tenants[key.id] = Tenant(key, self._limits)
         return tenant
 
 

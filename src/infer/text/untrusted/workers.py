@@ -35,7 +35,7 @@ PREPARE_CPU_S = 100
 DEADLINE_S = 30.0
 """Maximum time of a job in seconds; its CPU time ends it sooner unless the CPU is busy."""
 MAX_WAITING = 1024
-"""Maximum number of jobs that wait."""
+"""Maximum number of jobs that wait; beyond it an owner who has none may have one."""
 
 Death = Literal["", "cpu", "memory", "deadline", "killed", "crash"]
 """Why a process has ended: too much CPU time, too much memory, too much time, by somebody else, of
@@ -180,7 +180,8 @@ class UntrustedWorkers:
         """
         result: Future[Answer] = Future()
         with self._lock:
-            if self._is_closed or len(self._queue) >= MAX_WAITING:
+            is_full = len(self._queue) >= MAX_WAITING
+            if self._is_closed or (is_full and (not owner or self._queue.num_open(owner))):
                 raise _overloaded(self.kind)
             self._queue.put(owner, _Queued(job, result))
             self._start_jobs()
