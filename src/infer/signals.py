@@ -7,7 +7,11 @@ processes until then; it ends them itself. They end with it in any case.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import signal
+import threading
+from collections.abc import Iterator
 
 ENDING = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -20,3 +24,38 @@ def leave_signals_to_parent() -> None:
     """Ignore the signals that are meant for the process that has started this one."""
     for number in (*ENDING, *_OF_USERS):
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def interrupted_afterwards() -> Iterator[None]:
+    """Have Ctrl+C wait for the end of the block, such as imports: one that is broken off may raise
+    anything. Does nothing where Ctrl+C is ignored, and outside of the main thread."""
+    before = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or before is not signal.default_int_handler:
+        yield
+        return
+    numbers: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: numbers.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if numbers:
+        raise KeyboardInterrupt
+
+
+def answer_users() -> None:
+    """Have SIGUSR1 write the stacks of all threads to stderr, and SIGUSR2 do nothing; by default
+    both end a process. Does nothing outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
+        return
+    signal.signal(signal.SIGUSR1, _write_stacks)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+def _write_stacks(_number: int, _frame: object) -> None:
+    # `faulthandler.register` would not wait for the lock of the interpreter, and ends the process
+    # if another thread changes its stack meanwhile.
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # no stderr
+        faulthandler.dump_traceback(all_threads=True)
