@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -59,3 +60,23 @@ def _write_stacks(_number: int, _frame: object) -> None:
     # if another thread changes its stack meanwhile.
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # no stderr
         faulthandler.dump_traceback(all_threads=True)
+
+
+def write_stacks_at(number: int, file: int) -> None:
+    """Have a signal write the stacks of all threads to a file descriptor, also while the main
+    thread computes in native code; in the main thread.
+
+    A handler in Python would run when that thread comes back. So the interpreter's own handler
+    wakes a thread, which writes with the interpreter's lock held; see `_write_stacks`.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(number, lambda *_: None)
+
+    def write() -> None:
+        while os.read(reading, 64):
+            with contextlib.suppress(OSError):
+                faulthandler.dump_traceback(file, all_threads=True)
+
+    threading.Thread(target=write, name="infer-stacks", daemon=True).start()

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 
@@ -168,7 +168,7 @@ class Server(uvicorn.Server):
         """Serve connections that have been accepted before, as if they were accepted now."""
         loop = asyncio.get_running_loop()
         make = functools.partial(
-            self.config.http_protocol_class,
+            cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class),
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
