@@ -60,6 +60,8 @@ NonNegativeInt = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 DEFAULT_PAGE_SIZE = 16
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
+SHIPPED_NAME = "infer-demo"
+"""name under which the model that ships is served"""
 
 
 def option(default: Any, help: str) -> Any:

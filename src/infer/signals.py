@@ -7,7 +7,12 @@ processes until then; it ends them itself. They end with it in any case.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import os
 import signal
+import threading
+from collections.abc import Iterator
 
 ENDING = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -20,3 +25,58 @@ def leave_signals_to_parent() -> None:
     """Ignore the signals that are meant for the process that has started this one."""
     for number in (*ENDING, *_OF_USERS):
         signal.signal(number, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def interrupted_afterwards() -> Iterator[None]:
+    """Have Ctrl+C wait for the end of the block, such as imports: one that is broken off may raise
+    anything. Does nothing where Ctrl+C is ignored, and outside of the main thread."""
+    before = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or before is not signal.default_int_handler:
+        yield
+        return
+    numbers: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: numbers.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if numbers:
+        raise KeyboardInterrupt
+
+
+def answer_users() -> None:
+    """Have SIGUSR1 write the stacks of all threads to stderr, and SIGUSR2 do nothing; by default
+    both end a process. Does nothing outside of the main thread."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "SIGUSR1"):
+        return
+    signal.signal(signal.SIGUSR1, _write_stacks)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+def _write_stacks(_number: int, _frame: object) -> None:
+    # `faulthandler.register` would not wait for the lock of the interpreter, and ends the process
+    # if another thread changes its stack meanwhile.
+    with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # no stderr
+        faulthandler.dump_traceback(all_threads=True)
+
+
+def write_stacks_at(number: int, file: int) -> None:
+    """Have a signal write the stacks of all threads to a file descriptor, also while the main
+    thread computes in native code; in the main thread.
+
+    A handler in Python would run when that thread comes back. So the interpreter's own handler
+    wakes a thread, which writes with the interpreter's lock held; see `_write_stacks`.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(number, lambda *_: None)
+
+    def write() -> None:
+        while os.read(reading, 64):
+            with contextlib.suppress(OSError):
+                faulthandler.dump_traceback(file, all_threads=True)
+
+    threading.Thread(target=write, name="infer-stacks", daemon=True).start()

@@ -56,12 +56,22 @@ def test_a_stopped_process_is_replaced_and_its_streams_go_on(
 
 
 @pytest.mark.slow
-def test_the_stacks_of_a_hanging_step_are_shown(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("token", "hang_s"),
+    [
+        (14, HANG_S),
+        pytest.param(16, HANG_S, id="in native code"),
+        pytest.param(17, 6.0, id="in native code that keeps the lock"),
+    ],
+)
+def test_the_stacks_of_a_hanging_step_are_shown(
+    caplog: pytest.LogCaptureFixture, token: int, hang_s: float
+) -> None:
     async def body(llm: AsyncLLM) -> None:
         with pytest.raises(Exception, match="died more than once"):
-            await llm.generate(llm.make_request([14], GREEDY))
+            await llm.generate(llm.make_request([token], GREEDY))
 
-    run(body, factory="tests.support.faulty:pill", soft_limit_s=0.5)
+    run(body, factory="tests.support.faulty:pill", soft_limit_s=0.5, hang_s=hang_s)
     assert "faulty.py" not in caplog.text, "a terminal is not filled with stacks"
     [file, *_] = re.findall(r"go to (\S+)", caplog.text)
     assert "faulty.py" in Path(file).read_text(encoding="utf-8")
@@ -96,3 +106,19 @@ def test_no_false_alarm() -> None:
         assert llm.stats()["num_restarts"] == 0
 
     run(body, step_s=0.08, max_batch_size=8)
+
+
+def test_asking_for_stacks_ends_no_engine() -> None:
+    """Whoever signals the whole group asks the engine too, at any moment of its work."""
+
+    async def body(llm: AsyncLLM) -> None:
+        pid = pid_of(llm)
+        running = asyncio.create_task(all_exact(llm, 40))
+        for _ in range(400):
+            os.kill(pid, signal.SIGUSR1)
+            await asyncio.sleep(0.002)
+        await running
+        assert pid_of(llm) == pid
+        assert llm.stats()["num_restarts"] == 0
+
+    run(body, factory="tests.support.faulty:changing", step_s=0.01, hang_s=60)

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from infer.cli.planning import run_models
+from infer.config import SHIPPED_NAME
 from infer.errors import LoadError
 from infer.models.gguf_names import select_gguf
-from infer.models.hub import SHIPPED_FOLDER, SHIPPED_NAME, cached_checkpoints, locate
+from infer.models.hub import SHIPPED_FOLDER, cached_checkpoints, locate
 from tests.support.checkpoints import write_checkpoint
 
 

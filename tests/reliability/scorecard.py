@@ -264,6 +264,14 @@ ROWS = (
         " hang at the start and beneath a client that waits, a database locked or read-only",
     ),
     Row(
+        "A11",
+        "the port while a model loads",
+        (f"{HERE}/test_attack_start.py", "tests/server/test_early_listener.py"),
+        "Four attackers (silent, slow, rubbish, oversized heads, clients that leave) and 1,000"
+        " silent connections at the address of a server that loads, over TCP, TLS and a Unix"
+        " socket; each probe is answered, and no connection is refused when the server comes",
+    ),
+    Row(
         "B1",
         "a script's end",
         ("tests/engine/test_exit.py",),

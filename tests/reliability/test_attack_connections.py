@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from infer.errors import ConfigError
-from infer.server import serve
+from infer.server import address, serve
 from infer.server.http import connections
 from infer.server.http.connections import (
     ConnectionLimits,
@@ -51,7 +51,7 @@ def test_what_is_accepted_does_not_wait_for_acknowledgements(
 ) -> None:
     """Otherwise the second packet of an answer waits 40 ms until the client's system acknowledges
     the first."""
-    with serve.bind(port=0) as sock:
+    with address.bind(port=0) as sock:
         settings = ServerSettings(**settings_of(transport, tmp_path))
         server = serve.Server(
             make_hash_llm(), sock, settings, announce=lambda line: listening.set()
@@ -61,7 +61,7 @@ def test_what_is_accepted_does_not_wait_for_acknowledgements(
         thread.start()
         try:
             assert listening.wait(10)
-            with connect(serve.url_of(sock, is_tls=transport == "tls")) as client:
+            with connect(address.url_of(sock, is_tls=transport == "tls")) as client:
                 client.sendall(HEALTH)
                 assert read_answer(client)[0] == 200
                 (connection,) = server.server_state.connections
@@ -70,7 +70,7 @@ def test_what_is_accepted_does_not_wait_for_acknowledgements(
         finally:
             server.should_exit = True
             thread.join(20)
-    with serve.bind(port=0) as sock:  # set on the listening socket, not by asyncio
+    with address.bind(port=0) as sock:  # set on the listening socket, not by asyncio
         sock.listen()
         with socket.create_connection(sock.getsockname()), sock.accept()[0] as accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1

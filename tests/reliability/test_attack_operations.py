@@ -81,6 +81,17 @@ def test_ten_thousand_requests_with_a_log_that_nobody_reads() -> None:
     requests_with_an_unread_log(10_000)
 
 
+def is_ready(port: int) -> bool:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", "/health/ready")
+        return connection.getresponse().status == 200
+    except ConnectionRefusedError:
+        return False
+    finally:
+        connection.close()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize(
     "stdout",
@@ -102,15 +113,12 @@ def test_a_server_starts_without_stdout(stdout: str) -> None:
     ) as process:
         try:
             until_s = time.monotonic() + 60
-            while True:
-                try:
-                    with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
-                        assert ask(sock, 20) == 20
-                    break
-                except ConnectionRefusedError:
-                    assert process.poll() is None
-                    assert time.monotonic() < until_s
-                    time.sleep(0.1)
+            while not is_ready(port):
+                assert process.poll() is None
+                assert time.monotonic() < until_s
+                time.sleep(0.1)
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as sock:
+                assert ask(sock, 20) == 20
             process.send_signal(signal.SIGTERM)
             assert process.stderr is not None
             log = process.stderr.read()

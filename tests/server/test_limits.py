@@ -162,9 +162,10 @@ def test_readers_of_nothing_do_not_hold_up_the_others() -> None:
 
 
 SCRIPT = (
-    "import sys; from tests.support.doubles import launch_hash_llm; from infer.server import serve;"
+    "import sys; from tests.support.doubles import launch_hash_llm;"
+    "from infer.server import address, serve;"
     "settings = serve.ServerSettings(drain_timeout_s=float(sys.argv[1]));"
-    "serve.run(launch_hash_llm(step_s=0.01), serve.bind(port=0), settings)"
+    "serve.run(launch_hash_llm(step_s=0.01), address.bind(port=0), settings)"
 )
 
 

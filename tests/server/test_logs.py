@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from infer.server import serve
-from infer.server.observe.logs import JsonLines, LogWriter
+from infer.server.observe.logs import JsonLines, LogWriter, log_on_stderr
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import live
 
@@ -93,7 +92,7 @@ def test_the_end_does_not_wait_for_readers(is_closed: bool) -> None:
 
 def test_every_line_is_json(capfd: pytest.CaptureFixture[str]) -> None:
     """Also lines of uvicorn, asyncio and warnings, and stack traces."""
-    with serve.log_on_stderr("json"):
+    with log_on_stderr("json"):
         for name in ("infer.engine", "uvicorn.error", "asyncio", "py.warnings"):
             logging.getLogger(name).warning("of %s\nin two lines", name)
         logging.getLogger("uvicorn.error").warning("where", stack_info=True)

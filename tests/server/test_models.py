@@ -21,9 +21,10 @@ from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
 from infer.server.app import create_app, layers
-from infer.server.multi_model import ModelRouter, configs_of, public_reason
+from infer.server.multi_model import ModelRouter, public_reason
+from infer.server.observe.logs import log_on_stderr
 from infer.server.route_table import EVENTS_PATH
-from infer.server.serve import log_on_stderr
+from infer.server.served_models import configs_of
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from infer.types.sampling_defaults import SamplingDefaults

@@ -27,7 +27,7 @@ from infer.cli.main import main
 from infer.config import EngineConfig, settings_of
 from infer.engine.process.launch import FleetSettings
 from infer.errors import ConfigError
-from infer.server import serve
+from infer.server import address, serve
 from tests.support.doubles import make_hash_llm
 from tests.support.server_process import record
 from tests.support.serving import COMPLETIONS, completion_body, live
@@ -45,20 +45,20 @@ def test_importing_the_server_brings_no_torch() -> None:
 
 
 def test_a_port_in_use() -> None:
-    with serve.bind(port=0) as held:
+    with address.bind(port=0) as held:
         port = held.getsockname()[1]
         held.listen()
         with pytest.raises(ConfigError, match=rf"port: {port} is in use on 127\.0\.0\.1"):
-            serve.bind(port=port)
+            address.bind(port=port)
 
 
 def test_a_port_that_somebody_else_takes_while_the_model_loads() -> None:
     """Clients are refused until the server listens; the second server on a port gets an error."""
-    with serve.bind(port=0) as held:
+    with address.bind(port=0) as held:
         port = held.getsockname()[1]
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)
-        with serve.bind(port=port) as other:
+        with address.bind(port=port) as other:
             other.listen()
             with pytest.raises(ConfigError, match=rf"port: {port} is in use"):
                 serve.run(make_hash_llm(), held)
@@ -77,20 +77,20 @@ def test_a_port_that_somebody_else_takes_while_the_model_loads() -> None:
 )
 def test_addresses_that_cannot_be_used(host: str, port: int, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        serve.bind(host, port)
+        address.bind(host, port)
     assert caught.value.field == field
 
 
 def test_the_url_of_a_socket() -> None:
-    with serve.bind("0.0.0.0", 0) as sock:
-        assert serve.url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+    with address.bind("0.0.0.0", 0) as sock:
+        assert address.url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
     if socket.has_ipv6:
         try:
-            sock = serve.bind("::1", 0)
+            sock = address.bind("::1", 0)
         except ConfigError:
             return
         with sock:
-            assert serve.url_of(sock) == f"http://[::1]:{sock.getsockname()[1]}"
+            assert address.url_of(sock) == f"http://[::1]:{sock.getsockname()[1]}"
 
 
 def parsed(*arguments: str) -> EngineConfig:
@@ -188,7 +188,7 @@ def test_options_that_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
         parsed("--max-batch-size", "many")
     assert code_of("--max-batch-size", "0") == 2
     assert "max_batch_size: must be at least 1" in capsys.readouterr().err
-    with serve.bind(port=0) as held:
+    with address.bind(port=0) as held:
         held.listen()
         assert code_of("--port", str(held.getsockname()[1])) == 2
     assert "is in use" in capsys.readouterr().err
@@ -254,9 +254,9 @@ SCRIPT = textwrap.dedent(
     """
     import sys
     from tests.support.doubles import make_hash_llm
-    from infer.server import serve
+    from infer.server import address, serve
     settings = serve.ServerSettings(drain_timeout_s=float(sys.argv[1]))
-    serve.run(make_hash_llm(step_s=0.01), serve.bind(port=0), settings)
+    serve.run(make_hash_llm(step_s=0.01), address.bind(port=0), settings)
     """
 )
 

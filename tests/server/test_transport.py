@@ -20,7 +20,8 @@ import pytest
 from infer.config import EngineConfig
 from infer.errors import ConfigError, LoadError
 from infer.server import serve
-from infer.server.serve import Server, bind, check_certificate, unix_socket, url_of
+from infer.server.address import bind, check_certificate, unix_socket, url_of
+from infer.server.serve import Server
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.doubles import make_hash_llm

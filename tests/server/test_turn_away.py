@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from infer.server.serve import Server, bind
+from infer.server.address import bind
+from infer.server.serve import Server
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from infer.types.server_limits import ServerLimits

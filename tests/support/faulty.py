@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -47,7 +49,8 @@ def speechless(settings: dict[str, Any]) -> Blueprint:
 class Pill(HashRunner):
     """A runner that ends its process when a request with `token` in its prompt has five tokens.
 
-    13 = by a segmentation fault, 14 = by hanging, 15 = by a kill from outside.
+    13 = by a segmentation fault, 14 = by hanging, 15 = by a kill from outside, 16 = by native code
+    that hangs, 17 = by native code that hangs and keeps the interpreter's lock.
     """
 
     def execute(self, plan: Plan) -> Seq[Sampled]:
@@ -61,11 +64,32 @@ class Pill(HashRunner):
                         time.sleep(1000)
                     elif token == 15:
                         os.kill(os.getpid(), signal.SIGKILL)
+                    elif token == 16:
+                        lock = ctypes.create_string_buffer(64)  # a mutex that nobody gives back
+                        ctypes.CDLL(None).pthread_mutex_lock(lock)
+                        ctypes.CDLL(None).pthread_mutex_lock(lock)
+                    elif token == 17:
+                        lock = ctypes.create_string_buffer(64)
+                        ctypes.PyDLL(None).pthread_mutex_lock(lock)
+                        ctypes.PyDLL(None).pthread_mutex_lock(lock)
         return super().execute(plan)
 
 
 def pill(settings: dict[str, Any]) -> Blueprint:
     return hash_blueprint({**settings, "runner": Pill})
+
+
+def changing(settings: dict[str, Any]) -> Blueprint:
+    """An engine beside which other threads run code that is made and forgotten all the time."""
+    text = "def dive(depth):\n  return depth and dive(depth - 1)\ndive(40)"
+
+    def work() -> None:
+        while True:
+            exec(compile(text, "made", "exec"), {})
+
+    for _ in range(3):
+        threading.Thread(target=work, daemon=True).start()
+    return hash_blueprint(settings)
 
 
 def starts(settings: dict[str, Any]) -> Blueprint:

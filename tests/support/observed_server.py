@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.cli.main import main
 from infer.engine.client.async_llm import AsyncLLM
-from infer.server import app, serve
+from infer.server import address, app, serve
 from infer.server.settings import ServerSettings
 from infer.server.turn_away import TurnAway
 
@@ -145,6 +145,6 @@ if __name__ == "__main__":
     how = json.loads(sys.argv[2])
     names = {field.name for field in dataclasses.fields(ServerSettings)}
     settings = ServerSettings(**{name: how.pop(name) for name in names & how.keys()})
-    bound = serve.bind(port=0, write_stall_s=settings.write_stall_s)
-    with serve.unix_socket(settings.uds) if settings.uds else bound as sock:
+    bound = address.bind(port=0, write_stall_s=settings.write_stall_s)
+    with address.unix_socket(settings.uds) if settings.uds else bound as sock:
         serve.run(launch_hash_llm(**how), sock, settings)

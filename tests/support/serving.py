@@ -24,11 +24,12 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.engine.loop import EngineThread
 from infer.schedule.sequence import Plan, Sampled, verified
+from infer.server.address import bind, unix_socket, url_of
 from infer.server.app import create_app
 from infer.server.fronts import SeveralFronts
 from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.openapi import document
-from infer.server.serve import Server, bind, unix_socket, url_of
+from infer.server.serve import Server
 from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.types import TokenLogprobs

@@ -11,7 +11,12 @@ from infer.cli.options import ListedOptions, Model, with_engine_options, with_op
 from infer.config import DEFAULT_HOST, DEFAULT_PORT
 from infer.engine.process.spawned import EarlyProcess
 from infer.errors import ConfigError
+from infer.server.address import open_standard_streams
+from infer.server.early_listener import listening
+from infer.server.observe.logs import log_on_stderr
+from infer.server.served_models import configs_of, names_of
 from infer.server.settings import ServerSettings
+from infer.signals import interrupted_afterwards
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -41,11 +46,16 @@ def serve(
     if model is not None and models:
         raise ConfigError("model", "is given twice: as an argument and with --model")
     chosen = ServerSettings(**server)
-    has_process = not (engine_thread or chosen.load_on_first_use)
-    with EarlyProcess() if has_process else contextlib.nullcontext() as early:
+    configs = configs_of(models or ([] if model is None else [model]), settings)
+    open_standard_streams()
+    with contextlib.ExitStack() as held:
+        early = None
+        if not (engine_thread or chosen.load_on_first_use):
+            early = held.enter_context(EarlyProcess())
+        held.enter_context(log_on_stderr(chosen.log_format))
+        listener = held.enter_context(listening(chosen, host, port, names_of(configs)))
         # These imports take as long as half of those of the engine process.
-        from infer.server.multi_model import configs_of
-        from infer.server.serve import serve_config
+        with interrupted_afterwards():
+            from infer.server.serve import serve_config
 
-        configs = configs_of(models or ([] if model is None else [model]), settings)
-        serve_config(configs, chosen, host, port, in_thread=engine_thread, early=early)
+        serve_config(configs, chosen, in_thread=engine_thread, early=early, listener=listener)

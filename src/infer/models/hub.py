@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from infer.config import SHIPPED_NAME
 from infer.errors import LoadError
 from infer.files import reading
 from infer.models.gguf_names import SPLIT_NAME, gguf_models, listed, names_of, select_gguf
@@ -25,8 +26,6 @@ from infer.readable_text import readable
 
 SHIPPED_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
 """Folder of the demo model."""
-SHIPPED_NAME = "infer-demo"
-"""Name under which the demo model is served."""
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja"]
 PACKAGE = "package:"
 """What the name of a model begins with that an installed package carries."""

@@ -15,7 +15,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,9 +27,8 @@ from starlette.requests import Request
 from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
-from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
-from infer.errors import ConfigError, EngineDeadError, LoadError, OverloadedError
+from infer.errors import EngineDeadError, LoadError, OverloadedError
 from infer.server.engine_endpoints import EngineEndpoints
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, error_handlers
@@ -40,32 +39,6 @@ from infer.server.viewers import EngineViewers
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 log = logging.getLogger("infer.server")
-
-_NAMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}=.+")
-
-
-def configs_of(
-    models: Sequence[str], settings: Mapping[str, Any]
-) -> EngineConfig | dict[str, EngineConfig]:
-    """The config of the only `--model`, or one config for each of several `NAME=PATH-OR-HUB-ID`.
-
-    Raises `ConfigError` for names that are missing, bad or given twice.
-    """
-    if not models or (len(models) == 1 and not _NAMED.match(models[0])):
-        return EngineConfig.from_kwargs(model=next(iter(models), None), **settings)
-    configs: dict[str, EngineConfig] = {}
-    # Otherwise the first one to be loaded on a GPU would leave next to nothing to the others.
-    settings = {"gpu_memory_utilization": 1 / len(models), **settings}
-    for text in models:
-        name, _, model = text.partition("=")
-        if not _NAMED.fullmatch(text):
-            raise ConfigError("model", f"with several, each is NAME=PATH-OR-HUB-ID; not {text!r}")
-        if name in configs:
-            raise ConfigError("model", f"the name {name!r} is given twice")
-        if "served_model_name" in settings:
-            raise ConfigError("served_model_name", "each --model NAME=… has its name already")
-        configs[name] = EngineConfig.from_kwargs(**settings, model=model, served_model_name=name)
-    return configs
 
 
 @dataclass(eq=False)
@@ -201,8 +174,9 @@ class ModelRouter(RequestViews):
 
     # ---- loading and unloading
 
-    def load_all(self) -> None:
-        """Load all models before the server starts. Raises `LoadError` if none can be loaded."""
+    def load_all(self, note: Callable[[str, str], None] = lambda name, status: None) -> None:
+        """Load all models before the server starts. Raises `LoadError` if none can be loaded.
+        `note`: told the name and the status of each that has been tried."""
         errors = []
         for model in self._models.values():
             try:
@@ -210,6 +184,7 @@ class ModelRouter(RequestViews):
             except LoadError as error:
                 errors.append(error)
                 self._note_failure(model, error)
+            note(model.name, "loaded" if model.engine is not None else model.status)
         if len(errors) == len(self._models):
             raise errors[0]
 

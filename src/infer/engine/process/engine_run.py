@@ -34,6 +34,8 @@ LOADING_LOG_S = 30.0
 """seconds between two log lines about an engine that is being loaded"""
 STOP_S = 5.0
 """seconds that a process may take to end after `Stop`"""
+ANSWER_S = 2.0
+"""seconds that a process has to write its stacks before it is made to, at the risk of its end"""
 LAST_WORDS_S = 1.0
 """seconds for which stderr is read after the end of its process: another may hold it open"""
 
@@ -60,6 +62,10 @@ class EngineRun:
         self._has_work = self._has_dumped = False
         self._stacks = spawned.stacks
         """where the process writes its stacks"""
+        self._stacks_before = 0
+        """bytes that it had written when it was asked"""
+        self._forces_at_s: float | None = None
+        """when it is to write them in any way; None: it need not"""
         self._stacks_path: str | None = None
         """where they are copied for the operator; None: nobody has asked for them"""
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
@@ -203,7 +209,7 @@ class EngineRun:
                 if hang_s is not None:
                     self._watch(self.silence_s, soft_limit_s, hang_s)
                 continue
-            self._reported_s, self._has_dumped = self._heard_s, False
+            self._reported_s, self._has_dumped, self._forces_at_s = self._heard_s, False, None
             if isinstance(event, messages.Report):
                 gauges = event.stats.gauges
                 self._has_work = bool(gauges.num_running or gauges.num_waiting)
@@ -218,15 +224,29 @@ class EngineRun:
             log.error("the engine has not reported for %.0f s: it is killed", silence_s)
             self.killed = True
             self.kill()
+        elif self._has_dumped and self._forces_at_s is not None:
+            self._force_stacks(self._forces_at_s)
         elif self._busy_silence_s >= soft_limit_s and not self._has_dumped:
             self._has_dumped = True
             if messages.DUMP_SIGNAL is not None:
+                self._stacks_before = os.fstat(self._stacks.fileno()).st_size
+                self._forces_at_s = time.monotonic() + ANSWER_S
                 self._process.send_signal(messages.DUMP_SIGNAL)
             if self._stacks_path is None:
                 file, self._stacks_path = tempfile.mkstemp(".txt", "infer-stacks-")
                 os.close(file)
             text = "the engine has not reported for %.0f s; the stacks of its threads go to %s"
             log.warning(text, silence_s, self._stacks_path)
+
+    def _force_stacks(self, at_s: float) -> None:
+        """Have the process write its stacks in any way, at `at_s`, if it has written none since it
+        was asked."""
+        if os.fstat(self._stacks.fileno()).st_size > self._stacks_before:
+            self._forces_at_s = None
+        elif time.monotonic() >= at_s:
+            self._forces_at_s = None
+            if messages.FORCED_DUMP_SIGNAL is not None:
+                self._process.send_signal(messages.FORCED_DUMP_SIGNAL)
 
     def _copy_stacks(self) -> None:
         """Copy what the process has written of its stacks, if they were asked for."""

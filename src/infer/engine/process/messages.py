@@ -31,8 +31,11 @@ from infer.types.fingerprint import Fingerprint
 from infer.types.step_events import StepEvents
 
 DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
-"""signal that writes the stacks of all threads to a file, even while the interpreter is stuck; None
-on systems without such signals"""
+"""signal that writes the stacks of all threads to a file; None on systems without such signals.
+Anybody may send it at any time."""
+FORCED_DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGRTMIN", None)
+"""signal that does so without the interpreter's lock. It would end a process that works, and is for
+one that has not answered `DUMP_SIGNAL`, because native code keeps the lock."""
 _PIECE = 1 << 18
 """bytes that are read from a socket at once"""
 _PAIRS_A_FRAME = 4096

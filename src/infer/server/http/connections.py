@@ -18,12 +18,13 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from starlette.types import Scope
+from typing import TYPE_CHECKING, Protocol
 
 from infer.errors import ConfigError
 from infer.types.server_limits import SERVER_LIMITS
+
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 log = logging.getLogger("infer.server")
 
@@ -107,6 +108,19 @@ def connection_limits(
         raise ConfigError("host", f"{message}; raise it (ulimit -n {used + 64}, or more)")
     log.warning("%d connections at most: the limit of file descriptors is %d", places, limit)
     return ConnectionLimits(places, whole.probe_places, few)
+
+
+def early_limits(
+    whole: ConnectionLimits, descriptors: Descriptors | None = None
+) -> ConnectionLimits:
+    """`whole`, or half of the descriptors that this process may still have: for connections while
+    the rest of the server is being made. Logs and refuses nothing."""
+    descriptors = descriptors or Descriptors()
+    used = descriptors.num_open() + _RESERVED_DESCRIPTORS
+    more = whole.probe_places + whole.accepted_at_once
+    limit = descriptors.raise_limit(used + 2 * (whole.places + more))
+    places = max(_MIN_PLACES, min(whole.places, (limit - used) // 2 - more))
+    return ConnectionLimits(places, whole.probe_places, whole.accepted_at_once)
 
 
 class Use(enum.Enum):

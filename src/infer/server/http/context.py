@@ -8,7 +8,6 @@ closes.
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Callable
@@ -19,10 +18,10 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from infer.server.http.request_head import HARMLESS
+
 KEY = "infer.request_context"
 """key of the context in an ASGI scope"""
-HARMLESS = re.compile(r"[A-Za-z0-9._-]{1,128}")
-"""text of a client that may be repeated in a header of the answer"""
 
 
 def _new_id() -> str:

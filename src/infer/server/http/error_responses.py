@@ -8,7 +8,6 @@ addresses or a prompt.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import re
@@ -22,22 +21,21 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.errors import EngineError, InferError, OverloadedError, RequestError
+from infer.errors import InferError, OverloadedError
 from infer.server.http.connections import note_refusal
 from infer.server.http.context import RequestContext
 from infer.server.http.error_forms import is_anthropic, reformed
+from infer.server.http.http_errors import MAX_HEADER_BYTES as MAX_HEADER_BYTES
+from infer.server.http.http_errors import HttpError as HttpError
+from infer.server.http.http_errors import answer_to, error_body
+from infer.server.http.http_errors import headers_too_large as headers_too_large
 from infer.server.http.paths import canonical_path, nearest_path
 
 log = logging.getLogger("infer.server")
 
-DEAD_RETRY_AFTER_S = 5
-"""seconds in `Retry-After` of a 503 whose exception has no time of its own"""
-MAX_HEADER_BYTES = 16 * 1024
-"""maximum bytes of request line and headers together"""
 IGNORED = "infer.ignored"
 """key, in an ASGI scope, of the list of names of the request's fields that were ignored; None in
 its place where unknown fields are refused"""
-_UNEXPECTED = "the server failed to process this request"
 _ABSENT = {
     "/embeddings": "embeddings",
     "/images/generations": "images",
@@ -63,28 +61,6 @@ class ClientGone(Exception):
     """The client has closed the connection or reads nothing, so there is no one to answer."""
 
 
-class HttpError(RequestError):
-    """A refusal with an HTTP status that `infer.errors` has no exception for."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str,
-        param: str | None = None,
-        type: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        """`type` is that of OpenAI's error body, by default `invalid_request_error`.
-        `retry_after_s` becomes the header `Retry-After`, in seconds. For the others see
-        `RequestError`."""
-        super().__init__(message, param=param, code=code)
-        self.status = status
-        self.type = type or self.type
-        self.retry_after_s = retry_after_s
-
-
 def too_many(message: str, wait_s: float) -> HttpError:
     """The 429 for a key's limit, with the seconds after which to try again."""
     return HttpError(
@@ -94,12 +70,6 @@ def too_many(message: str, wait_s: float) -> HttpError:
         type="rate_limit_error",
         retry_after_s=math.ceil(wait_s),
     )
-
-
-def headers_too_large() -> HttpError:
-    """The error for request line and headers over `MAX_HEADER_BYTES`, complete or not."""
-    message = f"the request line and headers have more than {MAX_HEADER_BYTES} bytes"
-    return HttpError(431, message, code="headers_too_large")
 
 
 def _check_head(scope: Scope) -> None:
@@ -122,34 +92,14 @@ def _check_head(scope: Scope) -> None:
 
 
 def describe(error: BaseException, overload_status: int = OverloadedError.status) -> Response:
-    """The response for an exception: OpenAI's error body, as one line of ASCII JSON.
-
-    `overload_status` is the status of an `OverloadedError`."""
-    status, kind, message = 500, "server_error", _UNEXPECTED
-    param: str | None = None
-    code: str | None = "internal_error"
-    headers: dict[str, str] = {}
-    if isinstance(error, RequestError | EngineError):
-        status, kind, message = error.status, error.type, str(error) or _UNEXPECTED
-        if isinstance(error, RequestError):
-            param, code = error.param, error.code
-            if isinstance(error, OverloadedError):
-                status = overload_status
-        else:
-            code = "engine_unavailable" if status == 503 else "engine_error"
-        if status == 408:  # the rest of this request could be mistaken for the next one
-            headers = {"connection": "close"}
-        retry_after_s = getattr(error, "retry_after_s", None)
-        if retry_after_s is not None or status == 503:
-            headers["retry-after"] = str(retry_after_s or DEAD_RETRY_AFTER_S)
-    elif isinstance(error, HTTPException):  # from the router, for an unknown route or method
+    """The response for an exception. `overload_status` is the status of an `OverloadedError`."""
+    if isinstance(error, HTTPException):  # from the router, for an unknown route or method
         phrase = HTTPStatus(error.status_code).phrase.lower()
-        status, kind = error.status_code, "invalid_request_error"
-        message, code = _ROUTER.get(status, phrase), phrase.replace(" ", "_")
-        headers = dict(error.headers or {})
-    fields = {"message": message, "type": kind, "param": param, "code": code}
-    body = json.dumps({"error": fields}, separators=(",", ":"))
-    return Response(body, status, headers, "application/json")
+        message, code = _ROUTER.get(error.status_code, phrase), phrase.replace(" ", "_")
+        body = error_body(message, "invalid_request_error", None, code)
+        return Response(body, error.status_code, error.headers, "application/json")
+    answer = answer_to(error, overload_status)
+    return Response(answer.body, answer.status, answer.headers, "application/json")
 
 
 def error_handlers(overload_status: int) -> dict[type[Exception], Handler]:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from starlette.routing import BaseRoute, Match, Route
+if TYPE_CHECKING:
+    from starlette.routing import BaseRoute
 
 _MAX_SEGMENTS = 12
 """number of parts of a path beyond which no other path is looked for"""
@@ -41,6 +43,8 @@ def canonical_path(path: str) -> str:
 
 def nearest_path(path: str, routes: Sequence[BaseRoute]) -> str | None:
     """The path of one of `routes` that a client meant by a `path` that is none; None: unknown."""
+    from starlette.routing import Route
+
     segments = path.strip("/").split("/")
     if len(path) > _MAX_CHARS or len(segments) > _MAX_SEGMENTS:
         return None
@@ -57,6 +61,8 @@ def nearest_path(path: str, routes: Sequence[BaseRoute]) -> str | None:
 
 
 def _is_route(path: str, routes: Sequence[BaseRoute]) -> bool:
+    from starlette.routing import Match, Route
+
     scope = {"type": "http", "method": "GET", "path": path, "headers": []}
     return any(
         isinstance(route, Route) and route.matches(scope)[0] is not Match.NONE for route in routes

@@ -4,7 +4,7 @@
 sizes, times, addresses and names of keys, and never the text of a prompt or an answer. JSON escapes
 control characters, so a line cannot be forged. `LogWriter` hands lines to a thread, so that a pipe
 that nobody reads blocks nothing: lines that do not fit into its queue are dropped and counted.
-`serve` installs both.
+`log_on_stderr` installs both.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import Any, TextIO
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TextIO
 
 from infer.log_fields import LOG_FIELDS
 from infer.readiness import WRITABLE, is_ready
-from infer.server.http.context import RequestContext
-from infer.server.observe.request_trace import BatchTrace
 from infer.threads import BackgroundThread
+
+if TYPE_CHECKING:
+    from infer.server.http.context import RequestContext
+    from infer.server.observe.request_trace import BatchTrace
 
 MAX_QUEUED_CHARS = 4 << 20
 """maximum number of characters of the lines that wait to be written"""
@@ -174,6 +177,34 @@ def _descriptor(stream: TextIO) -> int | None:
 def _takes(fd: int, timeout_s: float) -> bool:
     """Whether a file descriptor becomes writable within `timeout_s` seconds."""
     return is_ready(fd, WRITABLE, timeout_s)
+
+
+@contextlib.contextmanager
+def log_on_stderr(log_format: str) -> Iterator[None]:
+    """Writes logs to stderr: those of `infer`, and warnings of the libraries it stands on.
+
+    Does nothing where the program has set up logging.
+    """
+    logger = logging.getLogger("infer")
+    if logger.handlers:
+        yield
+        return
+    handler = LogWriter()
+    handler.setFormatter(JsonLines() if log_format == "json" else logging.Formatter("%(message)s"))
+    loggers = [logger, *(logging.getLogger(name) for name in ("uvicorn", "asyncio", "py.warnings"))]
+    for each in loggers:
+        each.addHandler(handler)
+    logging.captureWarnings(True)
+    logger.setLevel(logging.INFO)
+    access.setLevel(logging.INFO if log_format == "json" else logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.captureWarnings(False)
+        for each in loggers:
+            each.removeHandler(handler)
+        handler.close()
+        access.setLevel(logging.NOTSET)
 
 
 def log_batch(model_name: str, batch: BatchTrace) -> None:

@@ -1,0 +1,48 @@
+"""`configs_of`: the models that a command line names, with their settings and names"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from infer.config import SHIPPED_NAME, EngineConfig
+from infer.errors import ConfigError
+from infer.readable_text import readable
+
+_NAMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}=.+")
+
+
+def configs_of(
+    models: Sequence[str], settings: Mapping[str, Any]
+) -> EngineConfig | dict[str, EngineConfig]:
+    """The config of the only `--model`, or one config for each of several `NAME=PATH-OR-HUB-ID`.
+
+    Raises `ConfigError` for names that are missing, bad or given twice.
+    """
+    if not models or (len(models) == 1 and not _NAMED.match(models[0])):
+        return EngineConfig.from_kwargs(model=next(iter(models), None), **settings)
+    configs: dict[str, EngineConfig] = {}
+    # Otherwise the first one to be loaded on a GPU would leave next to nothing to the others.
+    settings = {"gpu_memory_utilization": 1 / len(models), **settings}
+    for text in models:
+        name, _, model = text.partition("=")
+        if not _NAMED.fullmatch(text):
+            raise ConfigError("model", f"with several, each is NAME=PATH-OR-HUB-ID; not {text!r}")
+        if name in configs:
+            raise ConfigError("model", f"the name {name!r} is given twice")
+        if "served_model_name" in settings:
+            raise ConfigError("served_model_name", "each --model NAME=… has its name already")
+        configs[name] = EngineConfig.from_kwargs(**settings, model=model, served_model_name=name)
+    return configs
+
+
+def names_of(configs: EngineConfig | Mapping[str, EngineConfig]) -> list[str]:
+    """The names of models for everybody, before their checkpoints have been read: of a path only
+    the last part, because folders are nobody's business."""
+    if not isinstance(configs, EngineConfig):
+        return list(configs)
+    model = configs.served_model_name or configs.model or SHIPPED_NAME
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    return [readable(PurePath(model).name or "the model") if is_path else model]
