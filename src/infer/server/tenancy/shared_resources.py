@@ -57,6 +57,7 @@ LIMITED = (
             *_at("server/http/connections.py", "_Group._by_use:OrderedDict"),
             *_at("server/http/connections.py", "connections_of:Connections"),
             *_at("server/serve.py", "Server._places:Connections"),
+            *_at("server/early_listener.py", "EarlyListener._places:Connections"),
         ),
         refused_at=(
             *_at("server/tenancy/limits.py", "Tenant._take:too_many"),
@@ -69,6 +70,7 @@ LIMITED = (
             *_at(
                 "server/http/bounded_protocol.py", "BoundedProtocol.give_way.error:OverloadedError"
             ),
+            *_at("server/early_listener.py", "EarlyConnection.give_way.error:OverloadedError"),
         ),
         limits=(_of_keys("max_concurrent", 32),),
         status=429,
@@ -338,6 +340,12 @@ UNLIMITED = (
                 "_router.router:ModelRouter",
                 "run.server:Server",
             ),
+            *_at(
+                "server/early_listener.py",
+                "EarlyListener._thread:BackgroundThread",
+                "listening.listener:EarlyListener",
+            ),
+            *_at("signals.py", "write_stacks_at:Thread"),
             *_at("cli/api_keys.py", "purge.store:SessionStore"),
         ),
         refused_at=(
@@ -361,7 +369,7 @@ UNLIMITED = (
                 "LogWriter._thread:BackgroundThread",
                 "LogWriter._wake:Condition",
             ),
-            *_at("server/serve.py", "log_on_stderr.handler:LogWriter"),
+            *_at("server/observe/logs.py", "log_on_stderr.handler:LogWriter"),
         ),
         why="Lines that do not fit are dropped and counted; no request waits for them.",
     ),
