@@ -360,7 +360,8 @@ class ChatAnswer:
         self._usage = TokenUsage(requests, wire.n, thoughts, more=wire.dropped.usage)
         self._details = TokenDetails(engine.tokenizer, wire, requests)
         self._chunks = ChunkWriter(self._head, wire.stream_options, self._usage)
-        names = [tool["function"]["name"] for tool in wire.forced_tools or wire.shown_tools]
+        functions = [tool["function"] for tool in wire.forced_tools or wire.shown_tools]
+        names = {each["name"]: each.get("parameters") or {} for each in functions}
         tools, forced = _tool_format(engine, wire), bool(wire.forced_tools)
         self._parsers = [
             answer_parser.parser_for(
