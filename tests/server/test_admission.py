@@ -78,8 +78,8 @@ def test_a_place_is_held_while_the_tokens_are_made(monkeypatch: pytest.MonkeyPat
         await asyncio.to_thread(started.wait, 5)
         short = await app.post(COMPLETIONS, completion_body())
         assert (short.status, (await long).status) == (503, 200)
-        wrong = completion_body(prompt="x" * 400, max_tokens=10**6)
-        assert (await app.post(COMPLETIONS, wrong)).status == 400
+        wrong = completion_body(prompt="x" * 400, min_tokens=10**6)
+        assert (await app.post(COMPLETIONS, wrong)).status == 422
         assert (await app.post(COMPLETIONS, completion_body())).status == 200
 
     with_app(engine, use, limits=ServerLimits(long_body_bytes=200))

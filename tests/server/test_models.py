@@ -105,9 +105,10 @@ def test_the_name_says_who_answers() -> None:
             reply = await app.post(COMPLETIONS, completion_body(model=name, stream=False))
             assert (reply.status, reply.json()["model"]) == (200, name or "small")
             assert len(reply.headers["x-request-id"]) == 32
-            long = await app.post(CHAT, chat_body(model=name, max_tokens=1000))
+            long = [{"role": "user", "content": "x" * 200}]
+            refused = await app.post(CHAT, chat_body(model=name, messages=long))
             check_refused(
-                long, 400, "max_tokens", "context_length_exceeded", f"length is {size} tokens"
+                refused, 400, "messages", "context_length_exceeded", f"length is {size} tokens"
             )
             stream = await app.post(CHAT, chat_body(model=name, stream=True))
             assert {event["model"] for event in stream.events()} == {name or "small"}

@@ -151,8 +151,8 @@ def test_the_default_api_keeps_its_statuses_and_its_events() -> None:
     async def use(app: App) -> None:
         wrong = await app.post(COMPLETIONS, completion_body(model="huge"))
         check_refused(wrong, 404, "model", "model_not_found", "there is no such model here")
-        long = await app.post(COMPLETIONS, completion_body(max_tokens=600))
-        check_refused(long, 400, "max_tokens", "context_length_exceeded", "maximum context length")
+        long = await app.post(COMPLETIONS, completion_body(prompt="x" * 600))
+        check_refused(long, 400, "prompt", "context_length_exceeded", "maximum context length")
         body = completion_body(stream=True, stream_format="events", max_tokens=2)
         assert (await app.post(COMPLETIONS, body)).body == EVENTS
 

@@ -89,7 +89,10 @@ def test_many_texts_at_many_splits(rounds: int) -> None:
              "<end_function_call>", '<|"|>', "call:f{}", HERMES_ONE, HERMES_ONE, "[TOOL_CALLS]",
              "[ARGS]", "f", "[", "]", R1_BEGIN, R1_END, R1_ONE, ">>>", "f\n{}", "all\n", "```",
              "f(a=1)", "json\n", '"', "functools[", "<TOOLCALL>", "</TOOLCALL>", "[THINK]",
-             "[/THINK]", "<function=f>{}</function>", BROKEN]  # fmt: skip
+             "[/THINK]", "<function=f>{}</function>", BROKEN, "<function=f>", "<parameter=a>\n",
+             "\n</parameter>", "</function>", "<arg_key>a</arg_key>", "<arg_value>", "</arg_value>",
+             "<｜DSML｜parameter name=\"a\">"]  # fmt: skip
+    atoms += [each.write([call(a="x")]) for each in FORMATS]
     num_cases = num_calls = 0
     for _ in range(rounds):
         text = "".join(draw.choices(atoms, k=draw.randint(1, 9)))

@@ -20,6 +20,7 @@ from infer.text.chat_template import ChatTemplate
 from infer.text.tools.call import ToolCall
 from infer.text.tools.tool_use import find_tool_use
 from tests.support.published_templates import LOADED, SPECIAL, templates
+from tests.support.role_orders import AGENTS, all_orders, chat_of, words_of
 from tests.support.tool_conversations import LOOPS, QUESTION, WEATHER
 
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(900)]
@@ -84,8 +85,6 @@ def test_no_published_template_refuses_a_tool_loop() -> None:
     for name, shown in loadable():
         num_writing += shown.abilities.calls is not None
         for loop, messages in LOOPS.items():
-            if loop == "a system message" and not shown.abilities.takes_system:
-                continue
             num_loops += 1
             try:
                 text = shown.render(messages, tools=WEATHER)
@@ -102,14 +101,14 @@ def test_no_published_template_refuses_a_tool_loop() -> None:
 
 
 def test_all_system_messages_at_the_beginning_are_in_the_prompt() -> None:
-    """Of each template that renders one: two and three, of both roles, with tools and without."""
+    """Two and three, of both roles, with tools and without."""
     rules = ("Rule of kindness.", "Rule of brevity.", "Rule of clarity.")
     roles = (("system",), ("system",) * 2, ("system", "developer"), ("developer",) * 3)
     num_several = num_chats = 0
     failed = []
     for name, shown in loadable():
-        num_several += shown.abilities.takes_several_systems
-        chats = itertools.product(roles if shown.abilities.takes_system else (), (None, WEATHER))
+        num_several += shown.abilities.order.takes_several_systems
+        chats = itertools.product(roles, (None, WEATHER))
         for each, tools in chats:
             messages = [{"role": r, "content": t} for r, t in zip(each, rules, strict=False)]
             num_chats += 1
@@ -126,3 +125,65 @@ def test_all_system_messages_at_the_beginning_are_in_the_prompt() -> None:
     assert not failed
     assert num_several > 90
     assert num_chats > 1100
+
+
+MOVES_TOOLS = (  # they stand before the last question
+    "axolotl/mistral_v2v3",
+    "axolotl/mistral_v3_tekken",
+    "llama.cpp/Mistral-Small-3.2-24B-Instruct-2506",
+    "llama.cpp/mistralai-Mistral-Nemo-Instruct-2407",
+)
+HAS_CLOCK = "llama.cpp/fireworks-ai-llama-3-firefunction-v2"
+
+
+def test_no_order_of_roles_is_refused_or_loses_a_word() -> None:
+    """All that agents send, and all orders of four messages; no template is left out.
+
+    A text beside a call is a message of its own here, which four templates cannot render.
+    """
+    num_chats, failed = 0, []
+    for name, shown in loadable():
+        for order in [*AGENTS.values(), *all_orders(4)]:
+            if "AC" in order and name in MOVES_TOOLS:
+                continue
+            words = words_of(order)
+            for tools in (WEATHER,) if "C" in order else (None, WEATHER):
+                num_chats += 1
+                try:
+                    text = shown.render(chat_of(order), shown.abilities.format, tools=tools)
+                except RequestError as error:
+                    failed.append((name, order, str(error)[:200]))
+                    continue
+                places = [text.find(word) for word in words]
+                if places != sorted(places) or any(text.count(word) != 1 for word in words):
+                    failed.append((name, order, "a word is missing, twice or elsewhere"))
+    print(f"{num_chats} chats")
+    assert not failed
+    assert num_chats > 20_000
+
+
+def test_a_further_turn_changes_nothing_before_it() -> None:
+    """Except for what templates do themselves: thoughts are taken out behind a question."""
+    num_turns, failed = 0, []
+    for name, shown in loadable():
+        if name in (*MOVES_TOOLS, HAS_CLOCK):
+            continue
+
+        @cache
+        def prompt(order: str, shown: ChatTemplate = shown) -> str:
+            way = shown.abilities.format
+            return shown.render(chat_of(order), way, tools=WEATHER, add_generation_prompt=False)
+
+        for order in AGENTS.values():
+            for i in range(1, len(order)):
+                is_turn = order[i] in "AC" and "A" not in order[i - 1 : i]
+                if not is_turn or ("U" in order[i:] and shown.abilities.order.forgets_thoughts):
+                    continue
+                num_turns += 1
+                before, last = prompt(order[:i]), words_of(order[:i])[-1]
+                size = before.rindex(last) + len(last)
+                if prompt(order)[:size] != before[:size]:
+                    failed.append((name, order, i))
+    print(f"{num_turns} turns")
+    assert not failed
+    assert num_turns > 700

@@ -239,7 +239,6 @@ def test_thoughts_are_shown_behind_the_last_question_only(pairs: dict[str, Pair]
     ("name", "messages", "options"),
     [
         ("gemma3", [assistant("I first")], {}),
-        ("gemma3", [user("a"), user("b")], {}),
         ("gemma3", [SYSTEM, assistant("I first")], {}),
         ("gemma3", [user(5)], {}),
         ("llama32", [SYSTEM], {"tools": TOOLS}),

@@ -36,7 +36,7 @@ def test_loop_controls_and_the_generation_tag() -> None:
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{% generation %}[{{ m.content }}]{% endgeneration %}{% endfor %}"
     )
-    assert render(source, USER * 3) == "[hi]"
+    assert render(source, [*USER, {"role": "assistant", "content": "ho"}, *USER]) == "[hi]"
 
 
 def test_strftime_now() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from infer.errors import LoadError, OverloadedError, RequestError
 from infer.text.control_text import free_noncharacters
-from infer.text.system_messages import with_one_system
+from infer.text.role_order import in_order
 from infer.text.template_probes import find_abilities
 from infer.text.tools.formats import ToolFormat
 from infer.text.tools.tool_messages import adapted
@@ -116,7 +116,7 @@ class ChatTemplate:
         """The prompt as text. `extra`: further variables of the template.
 
         Entries of a message that are None count as absent. The role "developer" is a newer name of
-        "system". Where the template takes one system message, those at the beginning are joined.
+        "system". Messages are brought into an order that the template takes (`text.role_order`).
         Tools, calls and results are given to the template in the form that it supports.
         `tool_format` is the format of calls that the template does not render itself; the default
         is the template's own format or else a generic one. With `continue_final_message` the text
@@ -136,8 +136,7 @@ class ChatTemplate:
         turns = [self._prepared(f"messages[{i}]", message) for i, message in enumerate(messages)]
         if not turns:
             raise _refusal("messages is empty: send at least one message")
-        if not self.abilities.takes_several_systems:
-            turns = with_one_system(turns)
+        turns = in_order(turns, self.abilities.order)
         way = tool_format or self.abilities.format
         turns, shown = adapted(turns, _plain(tools, "tools"), self.abilities, way)
         mark = ""

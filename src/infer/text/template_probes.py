@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.errors import RequestError
+from infer.text.role_order import OrderProbes, RoleOrder
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import ToolFormat, format_that_reads
 
@@ -35,7 +36,6 @@ Published templates need a hundredth of it.
 _MAX_PROBED_CHARS = 100_000
 _NAME, _KEY, _VALUE = "probe_function", "probe_argument", "probe-value"
 _QUESTION, _SAID, _RESULT = "probe-question", "probe-said", "probe-result"
-_RULES = ("probe-rule-a", "probe-rule-b", "probe-rule-c")
 _CALL = ToolCall(_NAME, json.dumps({_KEY: _VALUE}))
 _BROKEN = f'{{"{_KEY}": "probe-bro'
 _INSTEAD_OF_NO_TEXT = (" ", "…")
@@ -82,16 +82,16 @@ class Abilities:
     """Whether a message's content may be a list of parts."""
     wants_parts: bool
     """Whether a message's content must be a list of parts."""
-    takes_system: bool
-    """Whether the template renders system messages."""
-    takes_several_systems: bool
-    """Whether it renders all of several system messages at the beginning."""
+    order: RoleOrder
+    """Orders of messages that the template takes."""
     tools_variable: str | None
     """Name of the variable for tools; None: the template renders no tools."""
     tools_are_text: bool
     """Whether that variable must be JSON text."""
     fills_tools: bool
     """Whether each tool must have a description and parameters."""
+    needs_list: bool
+    """Whether that variable must be an empty list where there are no tools."""
     calls: CallStyle | None
     """Form of a message's calls; None: the template renders no calls."""
     takes_results: bool
@@ -120,17 +120,30 @@ def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
         result["tool_call_id"] = short_id(_ID)
     made = [_message(style, _ID)] if style else [{"role": "assistant", "content": _SAID}]
     wants_parts = takes_parts and _QUESTION not in probes.shown([question], {})
-    systems = [_system_message(text, wants_parts) for text in (_SAID, *_RULES)]
+    takes_results = _RESULT in probes.shown([question, *made, result], tools)
+
+    def loop(word: str) -> list[Message]:
+        return [*made, {**result, "content": word}]
+
+    no_tools = {} if probes.shown([question], {}) else shown_tools([], name, as_text=is_text)
+    if not probes.shown([question], no_tools):
+        no_tools = {}
+    order = OrderProbes(
+        probes.shown,
+        (no_tools, tools),
+        loop if style and takes_results else None,
+        in_parts=wants_parts,
+    )
     return Abilities(
         takes_parts=takes_parts,
         wants_parts=wants_parts,
-        takes_system=_SAID in probes.shown([systems[0], question], {}),
-        takes_several_systems=_takes_several_systems(probes, [*systems[1:], question], tools),
+        order=order.find(),
         tools_variable=name,
         tools_are_text=is_text,
         fills_tools=fills,
+        needs_list=bool(no_tools),
         calls=style,
-        takes_results=_RESULT in probes.shown([question, *made, result], tools),
+        takes_results=takes_results,
         format=way,
         no_text=_no_text(probes, question),
     )
@@ -185,22 +198,6 @@ def _tools_variable(
         if _NAME in probes.shown(messages, shown_tools([tool], name, as_text=is_text)):
             return name, is_text, tool is _FULL_TOOL
     return None, False, False
-
-
-def _system_message(text: str, in_parts: bool) -> Message:
-    return {"role": "system", "content": [{"type": "text", "text": text}] if in_parts else text}
-
-
-def _takes_several_systems(probes: _Probes, chat: Sequence[Message], tools: dict[str, Any]) -> bool:
-    """Whether the system messages at the beginning of a chat, `_RULES`, occur in the prompt, each
-    once and in order, with tools and without. Published templates refuse them, or render the first
-    or the last one."""
-    for variables in ({}, tools):
-        text = probes.shown(chat, variables)
-        found = [text.find(rule) for rule in _RULES]
-        if found != sorted(found) or any(text.count(rule) != 1 for rule in _RULES):
-            return False
-    return True
 
 
 def _call_style(

@@ -342,7 +342,8 @@ class ChatReader:
             inside = prompt_end.rstrip().endswith(marks.opening)
             thoughts = [ThoughtTokens(tokenizer, marks, inside=inside) for _ in requests]
         self.usage = TokenUsage(requests, wire.n, thoughts, more=wire.dropped.usage)
-        names = [tool["function"]["name"] for tool in wire.forced_tools or wire.shown_tools]
+        functions = [tool["function"] for tool in wire.forced_tools or wire.shown_tools]
+        names = {each["name"]: each.get("parameters") or {} for each in functions}
         tools, forced = _tool_format(engine, wire), bool(wire.forced_tools)
         self._parsers = [
             answer_parser.parser_for(

@@ -16,7 +16,7 @@ from infer.text.tools import python_calls
 from infer.text.tools.call import Block, Reading, ToolCall
 from infer.text.tools.json_calls import NOT_SPACE, BracketEnd, read_json
 from infer.text.tools.python_calls import NAME, PythonText, read_python
-from infer.text.tools.streamed_calls import JSON_HEAD, StreamedCalls, Syntax, Tail
+from infer.text.tools.streamed_calls import JSON_HEAD, Schema, StreamedCalls, Syntax, Tail
 
 FENCES = ("", "json", "python", "tool_code", "tool_call", "tool_calls")
 """Languages of a code block that may hold calls; they follow its three backticks."""
@@ -56,8 +56,15 @@ def _syntaxes(begin: str) -> tuple[Syntax, Syntax]:
     json = Syntax(re.compile(pattern), _json_tail, only_known=True)
     pattern = rf"\s*{begin}{python_calls.HEAD}"
     further = re.compile(rf"\s*{python_calls.HEAD}")
-    python = Syntax(re.compile(pattern), _python_tail, PythonText, only_known=True, further=further)
+    python = Syntax(
+        re.compile(pattern), _python_tail, read_keywords, only_known=True, further=further
+    )
     return json, python
+
+
+def read_keywords(schema: Schema | None) -> PythonText:
+    """The reader of a Python call's arguments, whose values have types."""
+    return PythonText()
 
 
 _MARKED = _syntaxes(rf"(?P<fence>{_FENCE})?(?P<list>\[\s*)?")

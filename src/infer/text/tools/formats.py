@@ -27,6 +27,7 @@ the model's. A template that renders no calls is searched for marks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,9 +46,11 @@ from infer.text.tools.streamed_calls import (
     json_until,
     read_block,
 )
+from infer.text.tools.tagged_calls import FAMILIES, Family, NoCall, tagged_text, write_tagged
 
 Names = Collection[str] | None
-"""Names of the request's tools; None: any name is accepted."""
+"""Names of the request's tools; None: any name is accepted. A mapping from names also has the
+schemas of the tools' parameters, by which values without a type get one."""
 _MAX_CLOSINGS = 64
 """Maximum number of closing marks inside strings of a call; a text with more is not a call."""
 
@@ -138,12 +141,11 @@ def _enclosed(
     opening: str,
     closing: str,
     parse: Parse,
-    syntax: Syntax | None = None,
-    *,
+    *syntaxes: Syntax,
     is_json: bool = True,
 ) -> Mapping[str, Callable[[Names], Reading]]:
-    """The parser of calls between marks. `syntax`: of the calls; None: JSON."""
-    known = [syntax or json_until(closing)]
+    """The parser of calls between marks. `syntaxes`: of the calls; without any: JSON."""
+    known = syntaxes or (json_until(closing),)
 
     def reading(names: Names) -> Reading:
         return StreamedCalls(known, Enclosed(opening, closing, parse, is_json=is_json), names)
@@ -154,7 +156,7 @@ def _enclosed(
 def _gemma(quote: str, closing: str) -> Syntax:
     tail = Tail(closing=closing)
     return Syntax(
-        gemma_calls.HEAD, lambda head: tail, lambda: gemma_calls.GemmaText(quote, closing)
+        gemma_calls.HEAD, lambda head: tail, lambda schema: gemma_calls.GemmaText(quote, closing)
     )
 
 
@@ -270,9 +272,32 @@ GEMMA4 = ToolFormat(
     ),
     marks=("<tool_call|>", '<|"|>'),
 )
+
+
+def _tagged(family: Family) -> ToolFormat:
+    """The format of a family whose calls are between tags; JSON between them is read, too."""
+    closing, makes = family.closing, tagged_text(family)
+    skipped = () if family.end == closing else (family.end,)
+    tail = Tail(skipped, closing, starts=(family.starts,) if family.starts else ())
+    kinds = [Syntax(re.compile(family.call), lambda head: tail, makes)]
+    if family.empty:
+        kinds.append(Syntax(re.compile(family.empty), lambda head: tail, makes, only_known=True))
+    openings: dict[str, Callable[[Names], Reading]] = {}
+    for opening in family.openings:
+        openings |= _enclosed(opening, closing, read_json, *kinds, json_until(closing))
+    if family.alone:
+        head = re.compile(family.call.replace(rf"\s*{family.alone}", ""))
+        alone = [Syntax(head, lambda head: tail, makes, only_known=True)]
+        openings[family.alone] = lambda names: StreamedCalls(alone, NoCall(), names)
+    marks = (closing, family.end, *family.special)
+    return ToolFormat(family.name, openings, write_tagged(family), marks=marks)
+
+
+TAGGED = tuple(map(_tagged, FAMILIES))
+"""Formats whose calls are between tags."""
 FORMATS = (
     HERMES, MISTRAL, DEEPSEEK, NEMOTRON, APRIEL, FUNCTIONARY_31, FUNCTIONARY_32, FUNCTOOLS,
-    GEMMA, GEMMA4, BARE, PYTHONIC,
+    GEMMA, GEMMA4, *TAGGED, BARE, PYTHONIC,
 )  # fmt: skip
 """All formats. Those without marks are last, so that they are searched for last."""
 GENERIC = HERMES

@@ -9,9 +9,9 @@ begin so (arguments before the name, or inside a string) is read as a whole by a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from infer.text.tools.argument_text import BROKEN, OPEN, ArgumentText, ObjectText
 from infer.text.tools.call import Block, Reading, ToolCall
@@ -47,7 +47,9 @@ class Tail(NamedTuple):
 
 
 Known = Collection[str] | None
-"""Names of the functions that may be called; None: any."""
+"""Names of the functions that may be called; None: any. A mapping also has their parameters."""
+Schema = Mapping[str, Any]
+"""JSON schema of a tool's parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +60,9 @@ class Syntax:
     """Pattern of the text up to the arguments, with a group `name`."""
     tail: Callable[[re.Match[str]], Tail]
     """Function from the match of a head to what may follow its arguments."""
-    arguments: Callable[[], ArgumentText] = ObjectText
-    """Maker of readers of arguments."""
+    arguments: Callable[[Schema | None], ArgumentText] = lambda schema: ObjectText()
+    """Maker of readers of arguments, which get the schema of the tool's parameters, if it is
+    known."""
     max_head_chars: int = _MAX_HEAD_CHARS
     """Maximum length of a head."""
     only_known: bool = False
@@ -109,7 +112,9 @@ class StreamedCalls:
             name = head["name"]
             if syntax.only_known and self._names is not None and name not in self._names:
                 continue
-            self._state, self._arguments = "arguments", syntax.arguments()
+            known = self._names
+            schema = known.get(name) if isinstance(known, Mapping) else None
+            self._state, self._arguments = "arguments", syntax.arguments(schema)
             self._tail = syntax.tail(head) if first else self._tail
             self._num_closings = self._tail.num_closings
             return Block(head.end(), [ToolCall(name, "")], is_open=True)

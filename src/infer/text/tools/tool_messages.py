@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from infer.text.role_order import rows_joined
 from infer.text.template_probes import ABSENT, Abilities, CallStyle, short_id, shown_tools
 from infer.text.tools.call import ToolCall, made_call
 from infer.text.tools.formats import GENERIC, ToolFormat
@@ -59,17 +60,19 @@ def adapted(
         turns = [each for turn in turns for each in _in_style(turn, style)]
     if not abilities.takes_results and any(map(_calls_of, messages)):
         turns = _results_of_the_user(turns)
+    turns = rows_joined(turns, abilities.order)
     # An empty list means no tools in the API; templates test for `none`.
     variables: dict[str, Any] = {"tools": None}
     if tools and abilities.tools_variable is None:
-        turns = _with_instruction(turns, tools, way, abilities.takes_system)
+        turns = _with_instruction(turns, tools, way, abilities.order.takes_system)
     elif tools:
         if abilities.fills_tools:
             tools = [_completed(tool) for tool in tools]
         as_text = abilities.tools_are_text
         variables |= shown_tools(tools, abilities.tools_variable, as_text=as_text)
-    elif abilities.tools_are_text and abilities.tools_variable is not None:
-        variables[abilities.tools_variable] = "[]"
+    elif abilities.tools_are_text or abilities.needs_list:
+        as_text = abilities.tools_are_text
+        variables |= shown_tools([], abilities.tools_variable, as_text=as_text)
     if abilities.wants_parts:
         turns = [_in_parts(turn) for turn in turns]
     return turns, variables
