@@ -26,7 +26,6 @@ from infer.server.http.body_budget import MAX_BYTES_OF_KEY, UNCOUNTED_BYTES, Bod
 from infer.server.http.context import RequestContext
 from infer.server.http.json_body import MAX_BODY_BYTES
 from infer.server.offload import Offload
-from infer.server.request_views import Asking
 from infer.server.sessions.database_threads import DatabaseThreads
 from infer.server.tenancy.front_limits import FrontLimits
 from infer.server.tenancy.keys import Key, KeyLimits
@@ -312,9 +311,12 @@ async def questions(_: Path) -> AsyncIterator[Flood]:
         queries = FrontQueries(state.served, fronts)
 
         def use(key: str) -> Awaitable[int]:
-            visible_to = f"a-flooder-{key}" if is_flooder(key) else key
-            asking = Asking(visible_to, None, RequestContext())
-            return status_of(queries.request(asking, f"name-{next(numbers)}"))
+            owner = f"a-flooder-{key}" if is_flooder(key) else key
+            scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+            scope["path_params"] = {"id": f"name-{next(numbers)}"}
+            own = Key(id=owner, name=owner, sha256="", limits=KeyLimits())
+            RequestContext.of(scope).tenant = Tenant(own)
+            return status_of(queries.request(Request(scope)))
 
         yield Flood(use, 10, 4, opened.set, num_keys=12)
 

@@ -23,6 +23,7 @@ from starlette.responses import Response
 
 from infer.errors import OverloadedError
 from infer.server.http.connections import connections_of
+from infer.server.http.context import bare_id
 from infer.server.http.error_responses import HttpError
 from infer.server.observe.metrics import text_of
 from infer.server.observe.request_trace import (
@@ -72,7 +73,7 @@ class FrontAnswer(msgspec.Struct, array_like=True, frozen=True):
 
 
 OfOne = Literal["request", "cancel"]
-_MADE_HERE = re.compile(r"(?:[a-z]+-)?[0-9a-f]{32}")
+_MADE_HERE = re.compile(r"(?:[a-z]+[-_])?[0-9a-f]{32}")
 """form of the ids that fronts make"""
 _encode = msgspec.msgpack.Encoder().encode
 _decode_question = msgspec.msgpack.Decoder(FrontQuestion).decode
@@ -230,7 +231,7 @@ class FrontQueries(OneServer):
         raise RequestNotFoundError
 
     async def _one(self, kind: OfOne, name: str, seen: str | None) -> dict[str, Any]:
-        tag = name.rpartition("-")[2][: len(self._fronts.tag)]
+        tag = bare_id(name)[: len(self._fronts.tag)]
         asked = FrontQuestion(kind, tag, name, seen)
         if tag == self._fronts.tag:
             return _found(self.own.answer(asked))

@@ -12,6 +12,7 @@ from typing import Any
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.server.anthropic.messages_body import MessagesBody
+from infer.server.http.context import bare_id
 from infer.server.http.error_forms import anthropic_error
 from infer.server.openai.answer_parts import TokenUsage, wire_reason
 from infer.server.openai.chat import ChatReader, chat_requests, tool_warning
@@ -50,7 +51,7 @@ class MessagesAnswer:
         self._usage: TokenUsage = self._reader.usage
         self._head = {"id": answer_id, "type": "message", "role": "assistant"}
         self._head["model"] = engine.model_name
-        self._call_id = f"toolu_{answer_id.rpartition('_')[2]}"
+        self._call_id = f"toolu_{bare_id(answer_id)}"
         self._max_tokens = requests[0].max_tokens
         self._num_calls = 0
         self._num_blocks = 0

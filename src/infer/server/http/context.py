@@ -8,6 +8,7 @@ closes.
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -22,6 +23,11 @@ from infer.server.http.request_head import HARMLESS
 
 KEY = "infer.request_context"
 """key of the context in an ASGI scope"""
+
+
+def bare_id(name: str) -> str:
+    """The id of a context in the id of an answer, which begins with what the API calls answers."""
+    return re.split("[-_]", name)[-1]
 
 
 def _new_id() -> str:

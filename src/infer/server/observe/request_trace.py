@@ -23,7 +23,7 @@ from infer.engine.client.step_frames import FollowedRequest, RequestFacts
 from infer.errors import CancelledError, RequestError
 from infer.requests.event_fields import fields_of, kind_of
 from infer.requests.state import FoldedStep, RequestState
-from infer.server.http.context import RequestContext
+from infer.server.http.context import RequestContext, bare_id
 from infer.server.http.error_responses import HttpError
 from infer.types import FinishReason, Request
 from infer.types.ends import outcome_of
@@ -327,7 +327,7 @@ class RequestTraces:
         an answer, or an `x-request-id`: one that the server made, or that of a client, which
         several requests may have. Then all that run, the newest first, or else the one that ended
         last."""
-        key = name.rpartition("-")[2]
+        key = bare_id(name)
         trace = self._open.get(key) or self._ended.get(key)
         if trace is not None and name in (key, trace.id) and owner in (None, trace.owner):
             return [trace]

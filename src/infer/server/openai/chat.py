@@ -16,6 +16,7 @@ from pydantic import PrivateAttr, model_validator
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import CheckedSampling
 from infer.errors import RequestError
+from infer.server.http.context import bare_id
 from infer.server.http.json_body import MAX_NAME_CHARS
 from infer.server.openai import grammar_fields, truncation
 from infer.server.openai.answer_parts import (
@@ -383,7 +384,7 @@ class ChatAnswer:
         self._details = TokenDetails(engine.tokenizer, wire, requests)
         self._chunks = ChunkWriter(self._head, wire.stream_options, self._usage)
         self._num_calls = [0] * len(requests)
-        self._call_id = f"call_{answer_id.rpartition('-')[2]}"
+        self._call_id = f"call_{bare_id(answer_id)}"
 
     @property
     def num_prompt(self) -> int:

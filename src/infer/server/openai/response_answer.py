@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from infer.engine.client.async_llm import AsyncLLM
+from infer.server.http.context import bare_id
 from infer.server.openai.answer_parts import wire_reason
 from infer.server.openai.chat import ChatBody, ChatReader, tool_warning
 from infer.server.openai.events import dump, event
@@ -54,7 +55,7 @@ class ResponseAnswer:
         self.warning = tool_warning(engine, chat)
         self._reader = ChatReader(engine, chat, requests)
         self._tools = tools
-        self._hex = answer_id.rpartition("_")[2]
+        self._hex = bare_id(answer_id)
         self._response: Fields = {
             "id": answer_id,
             "object": "response",
