@@ -110,9 +110,10 @@ class Clients:
 async def clients(
     folder: Path, engine: dict[str, Any], flooder: dict[str, Any], **settings: Any
 ) -> AsyncIterator[Clients]:
-    """An app with the keys a (the flooder, with these limits), b and c."""
+    """An app with the keys a and a0 to a3 (flooders, with these limits), b and c."""
     file = folder / "keys.json"
-    headers = {key: make(file, key, **(flooder if key == "a" else {})) for key in "abc"}
+    names = ("a", "a0", "a1", "a2", "a3", "b", "c")
+    headers = {key: make(file, key, **(flooder if is_flooder(key) else {})) for key in names}
     async with serving(make_hash_llm(**engine), api_keys=str(file), **settings) as app:
         yield Clients(app, headers)
 
@@ -217,10 +218,13 @@ async def untrusted_text(_: Path) -> AsyncIterator[Flood]:
 @asynccontextmanager
 async def queue_of_engine(folder: Path) -> AsyncIterator[Flood]:
     runner, _, opened = held_runner()
-    engine = {"runner": runner, "max_batch_size": 2}
+    engine = {"runner": runner, "max_batch_size": 2, "max_waiting_requests": 40}
     async with clients(folder, engine, {"max_concurrent": 64, "max_queued": 20}) as keys:
         yield Flood(
-            lambda key: keys.post(key, COMPLETIONS, completion_body()), 40, 22, opened.set, turns=4
+            lambda key: keys.post(key, COMPLETIONS, completion_body()),
+            *(40, 22, opened.set),
+            turns=4,
+            num_keys=4,
         )
 
 

@@ -135,6 +135,7 @@ class GenerationCall(Generic[B]):
             num_queued=traces.num_queued(self._tenant.key.id),
             num_taken=traces.num_choices + engine.num_reserved,
             num_seats=engine.num_seats,
+            max_waiting=engine.max_waiting,
         )
         with ExitStack() as waiting:
             waiting.enter_context(queueing)

@@ -161,6 +161,8 @@ class AsyncLLM:
         """number of token ids"""
         self.num_seats = input_processor.limits.num_seats
         """maximum number of requests in the batch"""
+        self.max_waiting = input_processor.limits.max_waiting_requests
+        """maximum number of requests beside these"""
         self.batching_mode = input_processor.limits.batching_mode
         self.page_size = input_processor.limits.page_size
         """tokens in a page of the KV cache"""

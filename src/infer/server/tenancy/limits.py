@@ -38,6 +38,8 @@ CHARS_A_TOKEN = 4
 FREE_CPU_S, TOKENS_A_CPU_SECOND = 0.1, 1000
 """CPU seconds of one job that cost nothing beyond its characters, and tokens at which each further
 second is charged"""
+RESERVED_PART = 8
+"""one part in so many of an engine's queue is for keys of which nothing waits"""
 MAX_MINUTES = 4
 """minutes of a key's tokens that one request may use; beyond one minute the bucket goes below 0"""
 
@@ -89,13 +91,20 @@ class Tenant:
 
     @contextmanager
     def queueing(
-        self, num_choices: int, *, num_queued: int, num_taken: int, num_seats: int
+        self,
+        num_choices: int,
+        *,
+        num_queued: int,
+        num_taken: int,
+        num_seats: int,
+        max_waiting: int,
     ) -> Iterator[None]:
         """Count choices as waiting until the block ends, in which they take their places.
 
         `num_queued`: choices of this key that wait already. `num_taken`: choices of all keys that
-        run or wait. `num_seats`: choices that can run at the same time. Raises `HttpError`: 429 if
-        more choices would wait than the key may have waiting, 400 if they never could fit.
+        run or wait. `num_seats`: choices that can run at the same time. `max_waiting`: choices of
+        all keys that may wait. Raises `HttpError`: 429 if more choices would wait than the key may
+        have waiting, or what is left is for keys of which none waits; 400 if they never could fit.
         """
         most = self.key.limits.max_queued
         if num_choices > most + num_seats:
@@ -106,6 +115,9 @@ class Tenant:
         num_left_over = num_taken + num_choices - num_seats
         if min(num_own, num_left_over) > most:
             raise too_many(f"this key may have {most} choices waiting", 1)
+        has_waiting = self.key.id and num_own > num_choices
+        if has_waiting and 0 <= max_waiting - num_left_over < max_waiting // RESERVED_PART:
+            raise too_many("the queue is nearly full, and choices of this key are in it", 1)
         self._num_generating += num_choices
         try:
             yield

@@ -151,14 +151,16 @@ LIMITED = (
         name="places in the queue of an engine",
         made_at=_at("engine/client/async_llm.py", "AsyncLLM._messages:deque"),
         refused_at=(
-            *_at("server/tenancy/limits.py", "Tenant.queueing:too_many"),
+            *_at(
+                "server/tenancy/limits.py", "Tenant.queueing:too_many", "Tenant.queueing:too_many#2"
+            ),
             *_at("engine/client/async_llm.py", "AsyncLLM._capacity_error:OverloadedError"),
             *_at("schedule/waiting_queue.py", "WaitingQueue._overload:OverloadedError"),
             *_at("errors.py", "too_many_tokens:OverloadedError"),
         ),
         limits=(_of_keys("max_queued", 32),),
         status=429,
-        why="`max_waiting_tokens`, which the operator may set, is for all keys together.",
+        why="An eighth of them is for keys that have none; `max_waiting_tokens` is for all keys.",
     ),
     SharedResource(
         name="seats and pages of an engine",
