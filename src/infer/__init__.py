@@ -9,16 +9,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from infer.config import EngineConfig
-from infer.errors import InferError, LoadError, RequestError
-from infer.types import FinishReason, RequestOutput, SamplingParams, TextDelta
-from infer.types.grammar import Grammar
 from infer.version import VERSION
 
 if TYPE_CHECKING:
+    from infer.config import EngineConfig
     from infer.engine.client.async_llm import AsyncLLM
     from infer.engine.core import EngineCore
     from infer.engine.llm import LLM
+    from infer.errors import InferError, LoadError, RequestError
+    from infer.types import FinishReason, RequestOutput, SamplingParams, TextDelta
+    from infer.types.grammar import Grammar
 
 __version__ = VERSION
 __all__ = [
@@ -39,7 +39,13 @@ __all__ = [
 _LAZY = {
     "LLM": "infer.engine.llm",
     "AsyncLLM": "infer.engine.client.async_llm",
+    "EngineConfig": "infer.config",
     "EngineCore": "infer.engine.core",
+    "Grammar": "infer.types.grammar",
+    **dict.fromkeys(("InferError", "LoadError", "RequestError"), "infer.errors"),
+    **dict.fromkeys(
+        ("FinishReason", "RequestOutput", "SamplingParams", "TextDelta"), "infer.types"
+    ),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infer.cli.main import main
+from infer.cli.entry import main
 
 if __name__ == "__main__":
     main()

@@ -80,3 +80,14 @@ def write_stacks_at(number: int, file: int) -> None:
                 faulthandler.dump_traceback(file, all_threads=True)
 
     threading.Thread(target=write, name="infer-stacks", daemon=True).start()
+
+
+def open_standard_streams() -> None:
+    """Open the standard streams that are closed; else a connection would become one of them. From
+    now on signals of users may come, which write there."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+    answer_users()

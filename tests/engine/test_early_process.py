@@ -6,10 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from infer.cli.entry import starts_engine
+from infer.config import EngineConfig
+from infer.engine.build import assemble
+from infer.engine.build.checkpoint import Checkpoint, text_of
 from infer.engine.process.engine_run import EngineRun
 from infer.engine.process.messages import Begin, HasBegun
 from infer.engine.process.spawned import EarlyProcess, Spawned
 from infer.engine.process.supervisor import EngineProcess
+from infer.text.checkpoint_text import TextFiles
 
 FACTORY = "tests.support.doubles:hash_blueprint"
 
@@ -55,17 +62,18 @@ def test_it_begins_although_its_module_cannot_be_imported() -> None:
         run.reap()
 
 
-def test_serve_starts_it_before_it_imports_the_server(tmp_path: Path) -> None:
+def test_serve_starts_it_before_it_imports_anything(tmp_path: Path) -> None:
     """Else torch would be imported after the server, and not beside it."""
     code = """if True:
         import subprocess, sys
-        from infer.cli.main import main
+        from infer.cli.entry import main
 
         started = []
 
         class Noted(subprocess.Popen):
             def __init__(self, command, *rest, **how):
-                started.append((command[-1], {"starlette", "uvicorn"} & sys.modules.keys()))
+                others = {"starlette", "uvicorn", "typer", "rich", "msgspec"}
+                started.append((command[-1], others & sys.modules.keys()))
                 super().__init__(command, *rest, **how)
 
         subprocess.Popen = Noted
@@ -77,6 +85,38 @@ def test_serve_starts_it_before_it_imports_the_server(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(tmp_path / "nothing")]
     result = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=120)
     assert result.stdout == "2 [('infer.engine.build.assemble', set())]\n", result
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_wanted"),
+    [
+        (["serve", "--port", "0"], True),
+        (["serve", "model", "--model", "b=c"], True),
+        (["serve", "--help"], False),
+        (["serve", "--engine-thread"], False),
+        (["serve", "--model", "a=b", "--load-on-first-use"], False),
+        (["plan"], False),
+        (["--version"], False),
+        ([], False),
+    ],
+)
+def test_which_commands_start_one(arguments: list[str], is_wanted: bool) -> None:
+    assert starts_engine(arguments) is is_wanted
+
+
+def test_a_start_reads_the_text_of_a_checkpoint_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For engine, grammars and fingerprint: of a large vocabulary each takes long."""
+    read: list[str] = []
+
+    def counted(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
+        read.append(checkpoint.name)
+        return text_of(checkpoint, config)
+
+    monkeypatch.setattr(assemble, "text_of", counted)
+    blueprint = assemble.prepare(EngineConfig(kv_cache_memory_bytes=1 << 22, max_seq_len=64))
+    core, _ = blueprint.build(lambda _: None)
+    assert blueprint.fingerprint(core).numbers
+    assert len(read) == 1
 
 
 def test_an_engine_process_imports_no_text_side() -> None:

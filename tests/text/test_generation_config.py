@@ -171,3 +171,18 @@ def test_what_is_kept_has_one_form_for_greedy(wrong: dict[str, Any]) -> None:
     with pytest.raises(UnprocessableError):
         Sampling(**wrong)
     assert SamplingParams(**wrong) == SamplingParams(temperature=0.0)
+
+
+def test_a_vocabulary_is_not_read_for_defaults() -> None:
+    class Lazy(dict[str, object]):
+        """Metadata whose other values are large."""
+
+        def __getitem__(self, key: str) -> object:
+            assert key.startswith("general.sampling."), f"{key} is read"
+            return super().__getitem__(key)
+
+        def items(self) -> Any:
+            return [(key, self[key]) for key in self]
+
+    found = Lazy({"tokenizer.ggml.tokens": ["a"], "general.sampling.temp": 0.5})
+    assert defaults_of_gguf(found).values == {"temperature": 0.5}

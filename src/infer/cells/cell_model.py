@@ -22,7 +22,13 @@ from infer.attention.cpu import NativeBackend, obstacle, threads_for
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
 from infer.config import EngineConfig
-from infer.engine.build.checkpoint import Checkpoint, chosen_blocks, find_checkpoint, text_of
+from infer.engine.build.checkpoint import (
+    Checkpoint,
+    chosen_blocks,
+    find_checkpoint,
+    text_of,
+    verified,
+)
 from infer.engine.build.memory_plan import MemoryPlan, make_plan
 from infer.errors import ConfigError
 from infer.files import reading
@@ -148,8 +154,7 @@ def load_model(model: str | None = None, **settings: Any) -> CellModel:
         digest.update(f"{name} {tuple(tensor.shape)}".encode())
         digest.update(sample.float().numpy().tobytes())
 
-    with reading(f"the weights of {checkpoint.name}"):
-        checkpoint.verify()
+    with reading(f"the weights of {checkpoint.name}"), verified(checkpoint):
         blocks = chosen_blocks(config, checkpoint, device)
         source = checkpoint.source(dtype, device)
         source = source.with_layers(config.weight_format, blocks=blocks.read if blocks else None)

@@ -23,6 +23,7 @@ from infer.readable_text import readable
 from infer.version import VERSION
 
 if TYPE_CHECKING:
+    from infer.engine.process.spawned import EarlyProcess
     from infer.types import SamplingParams
 
 NO_WINDOWS = (
@@ -255,14 +256,15 @@ def models() -> None:
     run_models()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """The entry point of the `infer` script."""
+def main(arguments: list[str] | None = None, early: EarlyProcess | None = None) -> None:
+    """Run the command; see `cli.entry`. `early`: the process of a server's first engine, where it
+    has been started before."""
     if sys.platform == "win32":
         print(NO_WINDOWS, file=sys.stderr)
         sys.exit(2)
     write_any_text()
     try:
-        app(arguments, prog_name="infer")
+        app(arguments, prog_name="infer", obj=early)
     except InferError as error:
         _end_with(str(error))
     except UnicodeError as error:  # what an argument becomes in such a locale is no text

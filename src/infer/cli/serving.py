@@ -11,12 +11,11 @@ from infer.cli.options import ListedOptions, Model, with_engine_options, with_op
 from infer.config import DEFAULT_HOST, DEFAULT_PORT
 from infer.engine.process.spawned import EarlyProcess
 from infer.errors import ConfigError
-from infer.server.address import open_standard_streams
 from infer.server.early_listener import listening
 from infer.server.observe.logs import log_on_stderr
 from infer.server.served_models import configs_of, names_of
 from infer.server.settings import ServerSettings
-from infer.signals import interrupted_afterwards
+from infer.signals import interrupted_afterwards, open_standard_streams
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -25,6 +24,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @with_options(ServerSettings, "server", "Server")
 @with_engine_options(leave_out=("model",))
 def serve(
+    context: typer.Context,
     model: Model = None,
     models: Annotated[
         list[str] | None,
@@ -49,8 +49,8 @@ def serve(
     configs = configs_of(models or ([] if model is None else [model]), settings)
     open_standard_streams()
     with contextlib.ExitStack() as held:
-        early = None
-        if not (engine_thread or chosen.load_on_first_use):
+        early: EarlyProcess | None = context.obj  # started by `cli.entry`
+        if early is None and not (engine_thread or chosen.load_on_first_use):
             early = held.enter_context(EarlyProcess())
         held.enter_context(log_on_stderr(chosen.log_format))
         listener = held.enter_context(listening(chosen, host, port, names_of(configs)))

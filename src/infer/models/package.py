@@ -255,11 +255,12 @@ def _join(pieces: Sequence[_File], target: Path) -> None:
 
 def _sha256_of(path: Path, copy_to: IO[bytes] | None = None) -> hashlib._Hash:
     found = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            found.update(chunk)
+    chunk = memoryview(bytearray(_CHUNK_BYTES))  # a new one for each read takes as long as hashing
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(chunk):
+            found.update(chunk[:num_bytes])
             if copy_to is not None:
-                copy_to.write(chunk)
+                copy_to.write(chunk[:num_bytes])
     return found
 
 

@@ -20,7 +20,6 @@ from infer.config import DEFAULT_HOST, DEFAULT_PORT
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.server.settings import ServerSettings
-from infer.signals import answer_users
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 log = logging.getLogger("infer.server")
@@ -186,17 +185,6 @@ def url_of(sock: socket.socket, *, is_tls: bool = False) -> str:
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def open_standard_streams() -> None:
-    """Open the standard streams that are closed; else a connection would become one of them. From
-    now on signals of users may come, which write there."""
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
-    answer_users()
 
 
 def check_reach(host: str, sock: socket.socket, settings: ServerSettings) -> None:

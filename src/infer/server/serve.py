@@ -38,7 +38,7 @@ from infer.engine.loop import freeze_heap
 from infer.engine.process.launch import FleetSettings, Loads, standing_by
 from infer.engine.process.spawned import EarlyProcess
 from infer.errors import ConfigError
-from infer.server.address import cannot_listen, open_standard_streams, url_of
+from infer.server.address import cannot_listen, url_of
 from infer.server.app import create_app, layers
 from infer.server.early_listener import EarlyListener, listening
 from infer.server.http.bounded_protocol import BoundedProtocol
@@ -55,7 +55,7 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Keys
 from infer.server.turn_away import TurnAway
 from infer.server.ui.page import Page
-from infer.signals import ENDING, answer_users
+from infer.signals import ENDING, answer_users, open_standard_streams
 
 log = logging.getLogger("infer.server")
 
@@ -278,6 +278,8 @@ def serve_config(
         if listener is None:
             listener = held.enter_context(listening(settings, host, port, names_of(config)))
         _check_stores(settings)
+        page = Page() if settings.ui else None
+        freeze_heap()  # while the engine's process imports; `run` does it again for the rest
         standby = held.enter_context(standing_by(settings.standby and not in_thread))
         launch: Callable[[EngineConfig], AsyncLLM]
         loads = Loads()
@@ -300,7 +302,7 @@ def serve_config(
             engine = launch(_with_seed(config))
         else:
             engine = _router(config, launch, settings, loads, listener)
-        run(engine, listener.sock, settings, listener)
+        run(engine, listener.sock, settings, listener, page)
 
 
 def _router(
@@ -364,12 +366,14 @@ def run(
     sock: socket.socket,
     settings: ServerSettings | None = None,
     early: EarlyListener | None = None,
+    page: Page | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, at the address that `bind` or `unix_socket` has bound; see
-    `Server`."""
+    `Server`. `page`: the settings' page, where it has been read before."""
     sys.setswitchinterval(0.001)  # the seconds that the event loop waits for a parsing thread
     with sock:
-        page = Page() if settings is not None and settings.ui else None
+        if page is None and settings is not None and settings.ui:
+            page = Page()
         server = Server(engine, sock, settings, announce=_announce, page=page, early=early)
         freeze_heap()
         gc.set_threshold(700, 10, _MAX_COLLECTIONS)  # `on_tick` does the full collections

@@ -78,9 +78,9 @@ def defaults_of(config: Mapping[str, Any], source: str = FILE) -> SamplingDefaul
 def defaults_of_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
     """The defaults that the metadata of a GGUF file names."""
     notes: list[str] = []
-    found = {
-        key.removeprefix(GGUF_PREFIX): _decimal(value)
-        for key, value in metadata.items()
+    found = {  # by its keys: to look at a value reads it, and some are whole vocabularies
+        key.removeprefix(GGUF_PREFIX): _decimal(metadata[key])
+        for key in metadata
         if key.startswith(GGUF_PREFIX)
     }
     if type(found.get("temp")) is float and found["temp"] < 0:  # llama.cpp's word for greedy

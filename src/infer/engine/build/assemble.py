@@ -28,6 +28,7 @@ from infer.engine.build.checkpoint import (
     defaults_for,
     find_checkpoint,
     text_of,
+    verified,
 )
 from infer.engine.build.draft_checkpoint import check_vocabulary, find_draft
 from infer.engine.build.exactness import trade_of
@@ -78,6 +79,8 @@ from infer.types.sampling_defaults import SamplingDefaults
 if TYPE_CHECKING:
     from infer.engine.client.async_llm import AsyncLLM
     from infer.engine.client.input import InputProcessor
+    from infer.models.model_config import ModelConfig
+    from infer.text.checkpoint_text import TextFiles
 
 log = logging.getLogger(__name__)
 
@@ -157,17 +160,23 @@ def prepare(
     spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
     torch.set_num_threads(machine.num_threads(config, spare))
 
+    files = text_of(checkpoint, config)
+
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
+        # For a large vocabulary this takes a second, most of it with the interpreter's lock. While
+        # the weights are loaded it costs little; later the first request would wait for it.
+        restrictions = Restrictions(lambda: _grammar_compiler(files, checkpoint.config.vocab_size))
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
             room = MemoryRoom() if ledger is None else _room_beside(ledger, plan)
-            return _build(config, checkpoint, draft, plan, dtype, device, announce, room)
+            where = dtype, device
+            return _build(config, checkpoint, draft, plan, where, restrictions, announce, room)
 
     return Blueprint(
         model_name=readable(config.served_model_name or checkpoint.name),
-        files=text_of(checkpoint, config),
+        files=files,
         build=build,
         pinned=lambda core: pinned_settings(core, device),
-        fingerprint=lambda core: _fingerprint(core, config, checkpoint, plan, device),
+        fingerprint=lambda core: _fingerprint(core, files, checkpoint.config, plan, device),
     )
 
 
@@ -187,17 +196,17 @@ def _planner(
 
 def _fingerprint(
     core: EngineCore,
-    config: EngineConfig,
-    checkpoint: Checkpoint,
+    text: TextFiles,
+    model: ModelConfig,
     plan: MemoryPlan,
     device: torch.device,
 ) -> Fingerprint:
     with cuda.current(device):
         return fingerprint_of(
             core,
-            model=checkpoint.config,
-            text=text_of(checkpoint, config),
-            vocab_size=checkpoint.config.vocab_size,
+            model=model,
+            text=text,
+            vocab_size=model.vocab_size,
             formats=(plan.dtype, plan.kv_cache_dtype),
         )
 
@@ -309,18 +318,15 @@ def _build(
     checkpoint: Checkpoint,
     draft: Checkpoint | None,
     plan: MemoryPlan,
-    dtype: torch.dtype,
-    device: torch.device,
+    where: tuple[torch.dtype, torch.device],
+    restrictions: Restrictions,
     announce: Announce,
     room: Callable[[], int],
 ) -> tuple[EngineCore, EngineLimits]:
     started_s = time.perf_counter()
-    # For a large vocabulary this takes a second, most of it with the interpreter's lock. While the
-    # weights are loaded it costs little; later the first request would wait for it.
-    restrictions = Restrictions(lambda: _grammar_compiler(checkpoint, config))
+    dtype, device = where
     before = machine.used_bytes(device)
-    with reading(f"the weights of {checkpoint.name}"):
-        checkpoint.verify()
+    with reading(f"the weights of {checkpoint.name}"), verified(checkpoint):
         source = _source(config, checkpoint, dtype, device)
         model = build_model(checkpoint.config, source, plan.max_seq_len)
     after = machine.used_bytes(device)
@@ -379,8 +385,8 @@ def _keeper(
     )
 
 
-def _grammar_compiler(checkpoint: Checkpoint, config: EngineConfig) -> Compiler:
-    compiler = Compiler(read_vocabulary(text_of(checkpoint, config), checkpoint.config.vocab_size))
+def _grammar_compiler(files: TextFiles, vocab_size: int) -> Compiler:
+    compiler = Compiler(read_vocabulary(files, vocab_size))
     main_memory.return_freed_memory()  # the files' text, and a tokenizer
     return compiler
 
@@ -408,8 +414,7 @@ def _drafter(
     settings, sizes = config.of_draft_model(), plan.draft
     if draft is None or settings is None or sizes is None:
         return None, ()
-    with reading(f"the weights of the draft model {draft.name}"):
-        draft.verify()
+    with reading(f"the weights of the draft model {draft.name}"), verified(draft):
         source = draft.source(machine.choose_dtype(settings, draft.config, device), device)
         source = source.with_layers(settings.weight_format, settings.batch_invariant)
         model = build_model(draft.config, source, sizes.max_seq_len)

@@ -7,9 +7,11 @@ only; text files and weights are read on demand. Used by `engine.build.assemble`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,6 +103,19 @@ def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
         defaults=lambda: read_defaults(path),
         source=dummy_source if dummy else lambda *where: open_checkpoint(path, *where),
     )
+
+
+@contextlib.contextmanager
+def verified(checkpoint: Checkpoint) -> Iterator[None]:
+    """A block in which a checkpoint is loaded, while a thread reads its files and compares their
+    checksums. At its end `LoadError` if one differs, whatever the block has raised itself: a
+    damaged download is said to be one."""
+    with ThreadPoolExecutor(1, "infer-verify") as pool:
+        verifying = pool.submit(checkpoint.verify)
+        try:
+            yield
+        finally:
+            verifying.result()
 
 
 def chosen_blocks(

@@ -135,11 +135,24 @@ def _beat(channel: messages.Channel) -> None:
             channel.send(messages.Heartbeat())
 
 
+def _settle() -> None:
+    """Keep what loading has left behind from costing steps time, and the machine memory."""
+    freeze_heap()
+    return_freed_memory()
+    # Few objects are left to collect, so collections are cheap and may be frequent. Each one also
+    # clears the interpreter's free lists of tuples (2,000 of each length), which otherwise fill
+    # over an hour and look like a leak.
+    gc.set_threshold(700, 2, 2)
+
+
 def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
     """Run an engine; returns the exit code of the process. `stacks`: descriptor of the file that
     `DUMP_SIGNAL` and `FORCED_DUMP_SIGNAL` write to. `imports`: module that is imported first."""
     leave_signals_to_parent()
     _end_with(parent)
+    # A step waits at most this long, in seconds, for a thread that compiles a grammar, and loading
+    # a model for the one that reads its vocabulary.
+    sys.setswitchinterval(0.001)
     faulthandler.enable()
     if messages.DUMP_SIGNAL is not None:
         write_stacks_at(messages.DUMP_SIGNAL, stacks)
@@ -173,16 +186,9 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
         return 2
     fingerprint, pinned = blueprint.fingerprint(core), blueprint.pinned(core)
     del blueprint  # with it go the text files, and the metadata and pages of a GGUF file
-    freeze_heap()
-    return_freed_memory()
-    # A step waits at most this long, in seconds, for a thread that compiles a grammar.
-    sys.setswitchinterval(0.001)
-    # Few objects are left to collect, so collections are cheap and may be frequent. Each one also
-    # clears the interpreter's free lists of tuples (2,000 of each length), which otherwise fill
-    # over an hour and look like a leak.
-    gc.set_threshold(700, 2, 2)
     channel.send(messages.Ready(limits, core.stats(), pinned, fingerprint))
     threading.Thread(target=_beat, args=(channel,), daemon=True).start()
+    _settle()  # the server takes as long until the first request
 
     def report(outputs: list[StepOutput], step_events: StepEvents | None) -> None:
         for part in messages.reports(outputs, core.stats(), step_events):
