@@ -272,5 +272,7 @@ def test_keys_that_change_the_mathematics(tmp_path: Path) -> None:
     assert "llama.rope.dimension_count = 8 is not" in message(rope_dimension_count=8)
     assert "rope.scaling.yarn_attn_factor = 2.0" in message(rope_scaling_yarn_attn_factor=2.0)
     longrope = gguf.RopeScalingType.LONGROPE
-    assert "'longrope' is not supported" in message(rope_scaling_type=longrope)
+    assert "rope_scaling short_factor must be 8 positive numbers, not None" in message(
+        rope_scaling_type=longrope
+    )
     assert "one part of 3, and its name is not" in message(uint16=("split.count", 3))

@@ -26,7 +26,7 @@ from infer.models.gguf_file import ARCHITECTURES as IN_GGUF_FILES
 from infer.models.registry import ARCHITECTURES
 from tests.support.checkpoints import FAMILIES, architecture_of, make_model, write_checkpoint
 from tests.support.gguf_files import write, write_gpt2
-from tests.support.model_shapes import SHAPES
+from tests.support.model_shapes import SHAPES, STACKED, crossed
 from tests.support.parity import WAYS, Bench
 
 TOLERANCE = 2e-4
@@ -34,13 +34,7 @@ TOLERANCE = 2e-4
 LARGEST = 0.25
 """Maximum difference in any format; a tolerance that is derived must not grow beyond it."""
 PAGE = 16
-CASES = [(family, name) for family, shapes in SHAPES.items() for name in shapes]
-SERVING_WAYS = [
-    way if way in ("mixed batch", "decode") else pytest.param(way, marks=pytest.mark.slow)
-    for way in WAYS
-]
-STACKED = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose layers were computed by the native stack before there was this test."""
+SERVING = crossed(WAYS, usual=("mixed batch", "decode"), least="mixed batch")
 
 
 class Pair(NamedTuple):
@@ -51,7 +45,7 @@ class Pair(NamedTuple):
     theirs: Any
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
+@pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     family, name = request.param
     folder = tmp_path_factory.mktemp("model")
@@ -91,12 +85,12 @@ def test_every_row_of_the_registry_has_a_shape() -> None:
     assert all(SHAPES.values())
 
 
-@pytest.mark.parametrize("way", SERVING_WAYS)
+@pytest.mark.parametrize(("pair", "way"), SERVING, indirect=["pair"])
 def test_float32(pair: Pair, way: str) -> None:
     assert WAYS[way](Bench(pair.path, PAGE, attention="auto"), pair.theirs) <= TOLERANCE
 
 
-@pytest.mark.parametrize("way", SERVING_WAYS)
+@pytest.mark.parametrize(("pair", "way"), SERVING, indirect=["pair"])
 def test_bfloat16(pair: Pair, way: str, stacked: list[int]) -> None:
     def make(**settings: Any) -> Bench:
         return Bench(pair.path, PAGE, torch.bfloat16, **settings)
@@ -106,7 +100,7 @@ def test_bfloat16(pair: Pair, way: str, stacked: list[int]) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", SERVING_WAYS)
+@pytest.mark.parametrize(("pair", "way"), SERVING, indirect=["pair"])
 def test_quantized(pair: Pair, quantization: str, way: str, stacked: list[int]) -> None:
     if reason := quantization_obstacle(quantization):
         pytest.skip(reason)
