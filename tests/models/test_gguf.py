@@ -241,7 +241,7 @@ def replaced(good: Path, path: Path, old: bytes, new: bytes) -> Path:
 
 MESSAGES = {
     "architecture": (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba",
-                     "'mamba' is not supported (supported: llama, qwen2, qwen2vl, qwen3, qwen3vl, gemma3,"),
+                     "'mamba' is not supported (supported: llama, qwen2, qwen2vl, qwen3,"),
     "missing key": (b"llama.block_count", b"llama.block_COUNT", "lacks llama.block_count"),
     "no embedding": (b"token_embd.weight", b"token_EMBD.weight", "lacks token_embd.weight"),
     "missing tensor": (b"blk.1.attn_v.weight", b"blk.1.attn_V.weight",

@@ -183,6 +183,18 @@ def architecture_of(family: str) -> str:
     return name + ("LMHeadModel" if family == "gpt2" else head)
 
 
+def make_config(family: str, **shape: object) -> Any:
+    """transformers' config of a small model."""
+    import transformers
+
+    name, values = FAMILIES[family]
+    fields: dict[str, Any] = {**values, **shape}
+    if family in VISIONS:
+        outer = {"tie_word_embeddings": fields.pop("tie_word_embeddings", False)}
+        fields = {"text_config": fields, "vision_config": VISIONS[family], **outer}
+    return getattr(transformers, f"{name}Config")(**fields)
+
+
 def make_model(family: str, *, seed: int = 0, **shape: object) -> Any:
     """A small random model of transformers, in float32.
 
@@ -192,12 +204,7 @@ def make_model(family: str, *, seed: int = 0, **shape: object) -> Any:
     import torch
     import transformers
 
-    name, values = FAMILIES[family]
-    fields: dict[str, Any] = {**values, **shape}
-    if family in VISIONS:
-        outer = {"tie_word_embeddings": fields.pop("tie_word_embeddings", False)}
-        fields = {"text_config": fields, "vision_config": VISIONS[family], **outer}
-    config = getattr(transformers, f"{name}Config")(**fields)
+    config = make_config(family, **shape)
     torch.manual_seed(seed)
     model = getattr(transformers, architecture_of(family))(config).eval().float()
     with torch.no_grad():

@@ -355,8 +355,12 @@ def read_apertus(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_cohere(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Command R: parallel blocks behind one LayerNorm, rotated in pairs."""
+    return _cohere(architecture, reader, theta=5e5)
+
+
+def _cohere(architecture: str, reader: ConfigReader, *, theta: float) -> ModelConfig:
     reader.use_defaults(max_position_embeddings=8192, layer_norm_eps=1e-5, tie_word_embeddings=True)
-    config = decoder(architecture, reader, bias=True, eps="layer_norm_eps", theta=5e5)
+    config = decoder(architecture, reader, bias=True, eps="layer_norm_eps", theta=theta)
     return replace(
         config,
         qk_norm=reader.get("use_qk_norm", bool, False),
@@ -371,7 +375,7 @@ def read_cohere(architecture: str, reader: ConfigReader) -> ModelConfig:
 def read_cohere2(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Command R7B and A: Command R's; layers without a window do not rotate."""
     reader.only("use_qk_norm", (False,), False)
-    config = read_cohere(architecture, reader)
+    config = _cohere(architecture, reader, theta=1e4)
     reader.use_defaults(sliding_window=4096)
     every = reader.size("sliding_window_pattern", 4)
     windows = layer_windows(reader, config.num_layers, lambda i: (i + 1) % every != 0)

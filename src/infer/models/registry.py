@@ -7,6 +7,7 @@ imported when a model is built.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,12 +177,37 @@ MODEL_TYPES: Mapping[str, str] = {
 """The architecture that a config without `architectures` means, by its `model_type`."""
 
 
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "an encoder": ("Bert", "Electra", "T5", "Bart", "Whisper", "Marian", "Pegasus", "M2M100"),
+    "a head for classes or tokens": ("ForSequenceClassification", "ForTokenClassification"),
+    "latent attention": ("Deepseek", "MiniCPM3", "MoeLite", "Mistral4", "Kimi"),
+    "layers of different shapes": ("Gemma4", "Gemma3n", "OpenELM", "DeciLM"),
+    "a mixture of experts": (
+        *("Moe", "MoE", "Mixtral", "GptOss", "Llama4", "Dbrx", "Deepseek", "Grok", "MiniMax"),
+        *("Kimi", "Jamba", "Gemma4"),
+    ),
+    "a recurrent state": (
+        *("Mamba", "Jamba", "Bamba", "Zamba", "FalconH1", "NemotronH", "Lfm", "Qwen3Next"),
+        *("Qwen3_5", "Rwkv", "RWKV", "RecurrentGemma", "KimiLinear", "xLSTM", "Hybrid"),
+    ),
+    "attention scores with a cap": ("Gemma2",),
+    "attention scores with a slope (ALiBi)": ("Bloom", "Mpt", "MPT", "Falcon"),
+}
+"""What families that are not supported would need → parts of their architectures' names."""
+
+
 def find_architecture(name: str) -> Architecture:
-    """The row of an architecture; an unknown name is a `LoadError` that lists the known ones."""
+    """The row of an architecture.
+
+    An unknown name is a `LoadError` that says what the family would need, and what is near."""
     if name not in ARCHITECTURES:
+        needs = [what for what, parts in _NEEDS.items() if any(part in name for part in parts)]
+        why = f": it needs {' and '.join(needs)}, which the engine does not have" if needs else ""
+        near = difflib.get_close_matches(name[:80], ARCHITECTURES, cutoff=0.75)
+        also = f"near it: {', '.join(near)}; " if near else ""
         raise LoadError(
-            f"architecture {name!r:.80} is not supported; supported:"
-            f" {', '.join(sorted(ARCHITECTURES))}"
+            f"architecture {name!r:.80} is not supported{why} ({also}`infer models` lists the"
+            f" {len(ARCHITECTURES)} that are)"
         )
     return ARCHITECTURES[name]
 
