@@ -160,7 +160,9 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "olmo2": {"plain": {}, "one kv head, biases": {"num_key_value_heads": 1, **ATTENTION_BIAS}},
     "olmo3": {
         "plain": {},
-        "scaled global rope": {"rope_parameters": {FULL: YARN, SLIDING: {"rope_theta": 9000.0}}},
+        "scaled global rope": {
+            "rope_parameters": {FULL: {**YARN, "rope_theta": 5e5}, SLIDING: {"rope_theta": 5e5}}
+        },
     },
     "glm": {"plain": {}, "a third rotates": {"rope_parameters": {**HALF, **THIRD}}},
     "glm4": {"plain": {}, "tied, no biases": {**TIED, "attention_bias": False}},
