@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from infer.models.registry import ARCHITECTURES, Architecture
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "infer"
 FOLDERS = ("", "docs", "docs/howto", "docs/performance", "examples", "src/infer/demo_model")
@@ -143,6 +145,31 @@ def test_names_are_those_of_the_source(page: str) -> None:
     assert set(unknown_names(PAGES[page].read_text(encoding="utf-8"))) - new == set()
 
 
+MODELS = ROOT / "docs/models.md"
+FAMILIES = re.compile(r"^\| family \| architectures.*?\n\n", re.DOTALL | re.MULTILINE)
+
+
+def families_table() -> str:
+    """The table of families, from the registry."""
+    names: dict[int, list[str]] = {}
+    rows: dict[int, Architecture] = {}
+    for name, row in ARCHITECTURES.items():
+        names.setdefault(id(row), []).append(f"`{name}`")
+        rows[id(row)] = row
+    lines = ["| family | architectures in `config.json` | what is honoured |", "|---|---|---|"]
+    lines += [
+        f"| {row.family} | {', '.join(names[key])} | {row.notes} |" for key, row in rows.items()
+    ]
+    return "\n".join(lines) + "\n\n"
+
+
+def test_the_table_of_families_is_that_of_the_registry() -> None:
+    """`python tests/test_docs.py` writes it."""
+    found = FAMILIES.search(MODELS.read_text(encoding="utf-8"))
+    assert found
+    assert found[0] == families_table()
+
+
 def test_what_is_broken_is_found() -> None:
     page = ROOT / "README.md"
     assert broken_links(page, "[a](docs/no.md) [b](docs/gpu.md#nowhere) [c](../x)") == [
@@ -153,3 +180,8 @@ def test_what_is_broken_is_found() -> None:
     assert broken_links(page, "[a](docs/gpu.md) [b](https://x.y) [c](#the-three-modes)") == []
     names = "`schedule.pace` `engine.core.EngineCore` `engine.core.No` `tests/no.py` `os.path`"
     assert unknown_names(names) == ["schedule.pace", "engine.core.No", "tests/no.py"]
+
+
+if __name__ == "__main__":
+    page = MODELS.read_text(encoding="utf-8")
+    MODELS.write_text(FAMILIES.sub(lambda _: families_table(), page, count=1), encoding="utf-8")

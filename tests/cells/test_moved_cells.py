@@ -21,15 +21,15 @@ from infer.errors import RequestError
 from infer.kernels.rotary import QKRotation
 from tests.support.checkpoints import write_checkpoint
 from tests.support.dense_cells import DenseCells
-from tests.support.model_shapes import SHAPES
+from tests.support.model_shapes import SHAPES, crossed
 from tests.support.parity import tokens_of
 
 TOLERANCE = {"float32": 3e-4, "bfloat16": 0.06}
 """Maximum difference of logits, relative to their scale."""
-CASES = [(family, name) for family, shapes in SHAPES.items() for name in shapes]
+CASES = crossed(TOLERANCE, usual=TOLERANCE, least="float32")
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
+@pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, name = request.param
     made: Path = tmp_path_factory.mktemp("model")
@@ -61,7 +61,7 @@ class Program:
         getattr(self.reference, name)(*arguments)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("folder", "dtype"), CASES, indirect=["folder"])
 def test_moved_cells(folder: Path, dtype: Any) -> None:
     model = load_model(str(folder), dtype=dtype, max_seq_len=256)
     truth = load_model(str(folder), dtype="float32", max_seq_len=256)

@@ -25,18 +25,20 @@ from infer.models import decoder
 from infer.models.decoder import Decoder
 from infer.models.model import build_model
 from infer.models.model_config import LayerConfig, ModelConfig
-from infer.models.registry import ARCHITECTURES, read_model_config
+from infer.models.registry import read_model_config
 from infer.models.weights import open_checkpoint
 from infer.runner.kv_storage import KVStorage
-from tests.support.checkpoints import VOCAB_SIZE, architecture_of, write_checkpoint
-from tests.support.model_shapes import SHAPES
+from tests.support.cases import slow_but
+from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.support.model_shapes import FIRST, SHAPES, STACKED
 
 CPU = torch.device("cpu")
-DECODER = f"{Decoder.__module__}:{Decoder.__name__}"
-FAMILIES = [
-    family for family in SHAPES if ARCHITECTURES[architecture_of(family)].decoder == DECODER
-]
-CASES = [(family, name) for family in FAMILIES for name in SHAPES[family]]
+KINDS = ("llama", "qwen3", "phi3", "gemma")
+"""Families that have all that differs in layers of a stack."""
+CASES = slow_but(
+    [(family, name) for family in (*FIRST, "phi3", "gemma") for name in SHAPES[family]],
+    [(family, name) for family in STACKED for name in SHAPES[family]],
+)
 
 
 def make(
@@ -90,7 +92,7 @@ def assert_same(model: Decoder) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(KINDS, STACKED))
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_a_stack_is_its_layers(family: str, quantization: str | None, tmp_path: Path) -> None:
     shape = {**next(iter(SHAPES[family].values())), "hidden_size": 256, "head_dim": 64}
@@ -116,7 +118,7 @@ def each_its_own(config: ModelConfig) -> ModelConfig:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(KINDS, STACKED))
 def test_layers_may_differ(family: str, tmp_path: Path) -> None:
     shape: dict[str, Any] = {"hidden_size": 256, "head_dim": 64}
     model = make(tmp_path, family, changes=each_its_own, **shape)
@@ -124,6 +126,14 @@ def test_layers_may_differ(family: str, tmp_path: Path) -> None:
     alike = make(tmp_path, family, **shape)
     ours, theirs = (run(each, torch.bfloat16, as_stack=True) for each in (model, alike))
     assert not any(map(torch.equal, ours[:2], theirs[:2]))
+
+
+@pytest.mark.parametrize("family", sorted(SHAPES.keys() - set(STACKED)))
+def test_layers_of_another_form_are_no_stack(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family)
+    source = open_checkpoint(tmp_path, torch.bfloat16, CPU)
+    model: Any = build_model(read_model_config(tmp_path), source, 256)
+    assert getattr(model, "stack", None) is None
 
 
 def test_other_layers_are_no_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -193,7 +203,7 @@ def test_an_unknown_property_is_refused(model: Decoder, monkeypatch: pytest.Monk
 
 def test_layers_that_the_call_cannot_take_are_refused(model: Decoder, tmp_path: Path) -> None:
     config = model.config
-    parts = [layer.parts() for layer in model.layers]
+    parts: list[Any] = [layer.parts() for layer in model.layers]
     qkv, o, gate_up, down, norms = parts[1]
     assert norms is not None
 
@@ -206,9 +216,9 @@ def test_layers_that_the_call_cannot_take_are_refused(model: Decoder, tmp_path: 
     assert "eps" in reason(qkv, o, gate_up, down, other_eps)
     whole = HeadNorms(Norm(torch.ones(96), norms.q.eps), norms.k)
     assert "norm is not over one head" in reason(qkv, o, gate_up, down, whole)
-    wider = make(tmp_path / "wider", "qwen3", intermediate_size=128).layers[1].parts()
+    wider: Any = make(tmp_path / "wider", "qwen3", intermediate_size=128).layers[1].parts()
     assert "differ in size" in reason(*wider)
-    fewer = make(tmp_path / "fewer", "qwen3", num_key_value_heads=1).layers[1].parts()
+    fewer: Any = make(tmp_path / "fewer", "qwen3", num_key_value_heads=1).layers[1].parts()
     assert "do not fit" in reason(*fewer)
     assert "do not fit" in reason(qkv, o, wider[2], down, norms)
     assert "PlainLinear" in reason(linear.PlainLinear(torch.ones(3, 3)), o, gate_up, down, norms)

@@ -76,10 +76,6 @@ def test_mistral3(tmp_path: Path) -> None:
     theirs = write(tmp_path / "m.gguf", "mistral3", make_model("mistral", **shape))
     assert GGUFFile(tmp_path / "m.gguf").config.architecture == "MistralForCausalLM"
     assert_same(tmp_path / "m.gguf", theirs)
-    write(tmp_path / "m.gguf", "mistral3", make_model("mistral"),
-          float32=("mistral3.attention.temperature_scale", 0.1))  # fmt: skip
-    with pytest.raises(LoadError, match=r"attention\.temperature_scale = 0\.1"):
-        GGUFFile(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("with_head", [False, True])
@@ -245,12 +241,11 @@ def replaced(good: Path, path: Path, old: bytes, new: bytes) -> Path:
 
 MESSAGES = {
     "architecture": (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba",
-                     "'mamba' is not supported (supported: llama, qwen2, qwen3, gemma3, mistral3,"),
+                     "'mamba' is not supported (supported: llama, qwen2, qwen2vl, qwen3,"),
     "missing key": (b"llama.block_count", b"llama.block_COUNT", "lacks llama.block_count"),
     "no embedding": (b"token_embd.weight", b"token_EMBD.weight", "lacks token_embd.weight"),
     "missing tensor": (b"blk.1.attn_v.weight", b"blk.1.attn_V.weight",
-                       "1 missing: model.layers.1.self_attn.v_proj.weight; "
-                       "1 unexpected: blk.1.attn_V.weight"),
+                       "1 missing: blk.1.attn_v.weight; 1 unexpected: blk.1.attn_V.weight"),
     "no tokens": (b"tokenizer.ggml.tokens", b"tokenizer.ggml.TOKENS",
                   "tokenizer.ggml.tokens is missing"),
 }  # fmt: skip
@@ -272,5 +267,7 @@ def test_keys_that_change_the_mathematics(tmp_path: Path) -> None:
     assert "llama.rope.dimension_count = 8 is not" in message(rope_dimension_count=8)
     assert "rope.scaling.yarn_attn_factor = 2.0" in message(rope_scaling_yarn_attn_factor=2.0)
     longrope = gguf.RopeScalingType.LONGROPE
-    assert "'longrope' is not supported" in message(rope_scaling_type=longrope)
+    assert "rope_scaling short_factor must be 8 positive numbers, not None" in message(
+        rope_scaling_type=longrope
+    )
     assert "one part of 3, and its name is not" in message(uint16=("split.count", 3))

@@ -14,18 +14,19 @@ import pytest
 import torch
 
 from infer import LLM, SamplingParams
+from tests.support.cases import slow_but
 from tests.support.checkpoints import BOS_ID, write_checkpoint
-from tests.support.model_shapes import SHAPES
+from tests.support.model_shapes import FIRST, SHAPES, crossed
 from tests.support.parity import WAYS, Bench, reference, tokens_of
 
 TOLERANCE = 2e-4
 """Maximum difference of logits in float32, relative to their scale."""
 BF16_TOLERANCE = 0.04
 """The same in bfloat16, which has 8 bits of mantissa; there are some hundred roundings."""
-CASES = [(family, name) for family, shapes in SHAPES.items() for name in shapes]
+GREEDY = "greedy tokens"
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
+@pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """(folder, transformers' model) of one shape."""
     family, name = request.param
@@ -33,13 +34,19 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder, write_checkpoint(folder, family, **SHAPES[family][name])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("pair", "way"), crossed(WAYS, usual=WAYS, least="mixed batch"), indirect=["pair"]
+)
 def test_logits(pair: Any, way: str) -> None:
     folder, theirs = pair
     assert WAYS[way](Bench(folder), theirs) <= TOLERANCE
 
 
-def test_greedy_tokens(pair: Any) -> None:
+@pytest.mark.parametrize(
+    ("pair", "way"), crossed([GREEDY], usual=[GREEDY], least=""), indirect=["pair"]
+)
+def test_greedy_tokens(pair: Any, way: str) -> None:
+    assert way == GREEDY
     folder, theirs = pair
     prompts = [tokens_of(n, seed=n) for n in (3, 17, 130)]
     with LLM(str(folder), dtype="float32", max_num_batched_tokens=50, max_batch_size=2) as llm:
@@ -68,7 +75,7 @@ def test_shards_are_shards(tmp_path: Path) -> None:
                 assert len(list(folder.glob("*.safetensors"))) >= 3
 
 
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("family", slow_but(FIRST, SHAPES))
 def test_bfloat16_is_close(family: str, tmp_path: Path) -> None:
     theirs = write_checkpoint(tmp_path, family)
     bench, tokens = Bench(tmp_path, dtype=torch.bfloat16), tokens_of(60)

@@ -22,11 +22,13 @@ import torch
 from infer.errors import LoadError
 from infer.kernels.layer_stack import LayerStack
 from infer.kernels.linear import native_obstacle, quantization_obstacle
-from infer.models.gguf_file import ARCHITECTURES as IN_GGUF_FILES
+from infer.models.gguf_families import ARCHITECTURES as ROWS
+from infer.models.gguf_families import VARIANTS
 from infer.models.registry import ARCHITECTURES
+from tests.support.cases import slow_but
 from tests.support.checkpoints import FAMILIES, architecture_of, make_model, write_checkpoint
 from tests.support.gguf_files import write, write_gpt2
-from tests.support.model_shapes import SHAPES
+from tests.support.model_shapes import FIRST, SHAPES, STACKED, crossed
 from tests.support.parity import WAYS, Bench
 
 TOLERANCE = 2e-4
@@ -34,13 +36,7 @@ TOLERANCE = 2e-4
 LARGEST = 0.25
 """Maximum difference in any format; a tolerance that is derived must not grow beyond it."""
 PAGE = 16
-CASES = [(family, name) for family, shapes in SHAPES.items() for name in shapes]
-SERVING_WAYS = [
-    way if way in ("mixed batch", "decode") else pytest.param(way, marks=pytest.mark.slow)
-    for way in WAYS
-]
-STACKED = ("llama", "mistral", "qwen2", "qwen3")
-"""Families whose layers were computed by the native stack before there was this test."""
+SERVING = crossed(WAYS, usual=("mixed batch", "decode"), least="mixed batch")
 
 
 class Pair(NamedTuple):
@@ -51,7 +47,7 @@ class Pair(NamedTuple):
     theirs: Any
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, {case[1]}")
+@pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     family, name = request.param
     folder = tmp_path_factory.mktemp("model")
@@ -91,12 +87,12 @@ def test_every_row_of_the_registry_has_a_shape() -> None:
     assert all(SHAPES.values())
 
 
-@pytest.mark.parametrize("way", SERVING_WAYS)
+@pytest.mark.parametrize(("pair", "way"), SERVING, indirect=["pair"])
 def test_float32(pair: Pair, way: str) -> None:
     assert WAYS[way](Bench(pair.path, PAGE, attention="auto"), pair.theirs) <= TOLERANCE
 
 
-@pytest.mark.parametrize("way", SERVING_WAYS)
+@pytest.mark.parametrize(("pair", "way"), SERVING, indirect=["pair"])
 def test_bfloat16(pair: Pair, way: str, stacked: list[int]) -> None:
     def make(**settings: Any) -> Bench:
         return Bench(pair.path, PAGE, torch.bfloat16, **settings)
@@ -106,7 +102,7 @@ def test_bfloat16(pair: Pair, way: str, stacked: list[int]) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", SERVING_WAYS)
+@pytest.mark.parametrize(("pair", "way"), SERVING, indirect=["pair"])
 def test_quantized(pair: Pair, quantization: str, way: str, stacked: list[int]) -> None:
     if reason := quantization_obstacle(quantization):
         pytest.skip(reason)
@@ -118,20 +114,25 @@ def test_quantized(pair: Pair, quantization: str, way: str, stacked: list[int]) 
     assert bool(stacked) >= (pair.family in STACKED and native_obstacle() is None)
 
 
+IN_GGUF_FILES = {arch: name for arch, name in ROWS.items() if not arch.endswith("vl")}
+IN_GGUF_FILES |= {f"{arch}+": name for arch, (_, name) in VARIANTS.items()}
+"""Name of an architecture in GGUF files → its name in the registry; + where a key means another."""
 IN_GGUF = {"gemma3": {"query_pre_attn_scalar": 24}}
 """What a family's files cannot say otherwise: Gemma's divisor is the size of a head."""
 INNER = {"intermediate_size": 128}
+INNERS = {"granite_hybrid": {"shared_intermediate_size": 128}}
 """Inner sizes that are whole blocks."""
 
 
 def written(folder: Path, family: str, shape: dict[str, Any]) -> Pair | None:
     """A GGUF file of a family's shape; None if such a file cannot say it."""
     arch = {name: arch for arch, name in IN_GGUF_FILES.items()}[architecture_of(family)]
+    arch = arch.removesuffix("+")
     shape = {key: value for key, value in shape.items() if key != "shard_bytes"}
     if family == "gpt2":
         theirs = make_model(family, **shape)
         return Pair(family, folder, write_gpt2(folder, theirs, gguf.GGMLQuantizationType.Q8_0))
-    theirs = make_model(family, **{**INNER, **shape, **IN_GGUF.get(family, {})})
+    theirs = make_model(family, **{**INNERS.get(family, INNER), **shape, **IN_GGUF.get(family, {})})
     try:
         write(folder, arch, theirs, gguf.GGMLQuantizationType.Q8_0)
         as_read = Bench(folder, PAGE)
@@ -143,7 +144,11 @@ def written(folder: Path, family: str, shape: dict[str, Any]) -> Pair | None:
 
 @pytest.mark.skipif(native_obstacle() is not None, reason=str(native_obstacle()))
 @pytest.mark.parametrize(
-    "family", [name for name in FAMILIES if architecture_of(name) in IN_GGUF_FILES.values()]
+    "family",
+    slow_but(
+        (*FIRST, "ministral3", "phi3", "granite_hybrid", "seed_oss", "glm4", "olmo3", "nemotron"),
+        [name for name in FAMILIES if architecture_of(name) in IN_GGUF_FILES.values()],
+    ),
 )
 def test_blocks_of_a_file(family: str, tmp_path: Path, stacked: list[int]) -> None:
     num_files = 0

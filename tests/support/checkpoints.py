@@ -71,11 +71,61 @@ SMALL = {
     "bos_token_id": BOS_ID,
     "eos_token_id": [EOS_ID, END_ID],
 }
+MROPE = {"rope_type": "default", "rope_theta": 9000.0, "mrope_section": [2, 3, 3]}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+LAYER_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+WINDOWED = {**SMALL, "sliding_window": 24, "pad_token_id": 0}
+FEW = {**SMALL, "num_hidden_layers": 2, "pad_token_id": 0}
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", SMALL),
     "mistral": ("Mistral", SMALL),
+    "ministral3": (
+        "Ministral3",
+        {
+            **FEW,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 9000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "mistral3": ("Mistral3", {**FEW, "model_type": "mistral", "sliding_window": None}),
     "qwen2": ("Qwen2", SMALL),
+    "qwen2_vl": ("Qwen2VL", {**FEW, "model_type": "qwen2_vl_text", "rope_parameters": MROPE}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {**FEW, "model_type": "qwen2_5_vl_text", "rope_parameters": MROPE},
+    ),
     "qwen3": ("Qwen3", {**SMALL, "head_dim": 24}),
+    "qwen3_vl": ("Qwen3VL", {**FEW, "model_type": "qwen3_vl_text", "head_dim": 24}),
+    "smollm3": ("SmolLM3", {**SMALL, "num_hidden_layers": 4, "pad_token_id": 0}),
+    "phi3": ("Phi3", WINDOWED),
+    "granite": ("Granite", {**FEW, "residual_multiplier": 0.22}),
+    "granite_hybrid": (
+        "GraniteMoeHybrid",
+        {
+            **FEW,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 112,
+            "layer_types": ["full_attention"] * 2,
+            "mamba_n_heads": 4,
+            "residual_multiplier": 0.5,
+        },
+    ),
+    "seed_oss": ("SeedOss", {**FEW, "head_dim": 24}),
+    "olmo": ("Olmo", FEW),
+    "olmo2": ("Olmo2", FEW),
+    "olmo3": ("Olmo3", {**WINDOWED, "num_hidden_layers": 4}),
+    "glm": ("Glm", {**FEW, "head_dim": 24}),
+    "glm4": ("Glm4", {**FEW, "head_dim": 24}),
+    "exaone4": ("Exaone4", {**WINDOWED, "num_hidden_layers": 4}),
+    "ernie4_5": ("Ernie4_5", {**FEW, "head_dim": 24}),
+    "hunyuan": ("HunYuanDenseV1", {**FEW, "head_dim": 24}),
+    "gemma": ("Gemma", {**FEW, "head_dim": 24}),
     "gemma3": (
         "Gemma3Text",
         {
@@ -87,6 +137,17 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "pad_token_id": 0,
         },
     ),
+    "gemma3_vl": (
+        "Gemma3",
+        {**WINDOWED, "model_type": "gemma3_text", "head_dim": 24, "layer_types": LAYER_KINDS},
+    ),
+    "cohere": ("Cohere", {**FEW, "logit_scale": 0.5}),
+    "cohere2": ("Cohere2", {**WINDOWED, "num_hidden_layers": 4, "logit_scale": 0.5}),
+    "stablelm": ("StableLm", FEW),
+    "starcoder2": ("Starcoder2", WINDOWED),
+    "arcee": ("Arcee", FEW),
+    "nemotron": ("Nemotron", FEW),
+    "apertus": ("Apertus", FEW),
     "gpt2": (
         "GPT2",
         {
@@ -101,12 +162,37 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 """Family → (prefix of transformers' class names, a small shape)."""
+VISIONS: dict[str, dict[str, object]] = {
+    "mistral3": {**VISION, "head_dim": 16, "num_hidden_layers": 1, "model_type": "pixtral"},
+    "qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+    "qwen2_5_vl": {**QWEN_VISION, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+    "qwen3_vl": {**QWEN_VISION, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
+    "gemma3_vl": {**VISION, "num_hidden_layers": 1, "model_type": "siglip_vision_model"},
+}
+"""Multimodal families: the shape of the part for images; the small shape is that of the text."""
+ONE_MORE = ("gemma", "gemma3", "gemma3_vl", "nemotron")
+"""Families whose norms multiply by 1 + w."""
+UNCHATTED = ("gpt2",)
+"""Families before chats."""
 
 
 def architecture_of(family: str) -> str:
     """The name in the registry of a family's architecture."""
-    head = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
-    return FAMILIES[family][0].removesuffix("Text") + head
+    name = FAMILIES[family][0].removesuffix("Text")
+    head = "ForConditionalGeneration" if family in VISIONS else "ForCausalLM"
+    return name + ("LMHeadModel" if family == "gpt2" else head)
+
+
+def make_config(family: str, **shape: object) -> Any:
+    """transformers' config of a small model."""
+    import transformers
+
+    name, values = FAMILIES[family]
+    fields: dict[str, Any] = {**values, **shape}
+    if family in VISIONS:
+        outer = {"tie_word_embeddings": fields.pop("tie_word_embeddings", False)}
+        fields = {"text_config": fields, "vision_config": VISIONS[family], **outer}
+    return getattr(transformers, f"{name}Config")(**fields)
 
 
 def make_model(family: str, *, seed: int = 0, **shape: object) -> Any:
@@ -118,8 +204,7 @@ def make_model(family: str, *, seed: int = 0, **shape: object) -> Any:
     import torch
     import transformers
 
-    name, values = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**values, **shape})
+    config = make_config(family, **shape)
     torch.manual_seed(seed)
     model = getattr(transformers, architecture_of(family))(config).eval().float()
     with torch.no_grad():
@@ -129,7 +214,7 @@ def make_model(family: str, *, seed: int = 0, **shape: object) -> Any:
             elif parameter_name.endswith(".bias"):
                 parameter.uniform_(-0.5, 0.5)
             else:
-                shift = 1.0 if family == "gemma3" else 0.0  # its norms are 1 + w
+                shift = 1.0 if family in ONE_MORE else 0.0
                 parameter.uniform_(0.5 - shift, 1.5 - shift)
     return model
 
@@ -152,7 +237,8 @@ def write_checkpoint(
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16().float()
     model.save_pretrained(folder, max_shard_size=shard_bytes or "5GB")
-    write_tokenizer(folder, chat=family != "gpt2", add_bos=family not in ("gpt2", "qwen2", "qwen3"))
+    has_bos = family not in UNCHATTED and not family.startswith("qwen")
+    write_tokenizer(folder, chat=family not in UNCHATTED, add_bos=has_bos)
     return model
 
 

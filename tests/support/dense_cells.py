@@ -103,6 +103,8 @@ class DenseCells(SetCells):
                 cos, sin = rotation.cos, rotation.sin
                 q = rotate(q, cos[-len(new) :], sin[-len(new) :])
                 keys = rotate(keys, cos, sin)
+            if turn is not None and turn.factor is not None:
+                q = q * turn.factor
             distance = at[-len(new) :, None] - at[None, :]
             mask = torch.tensor(shared) & (distance >= 0)
             if window is not None:

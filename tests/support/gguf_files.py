@@ -5,6 +5,7 @@ The package supplies tensor names, keys and blocks; this module makes llama.cpp'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from gguf import GGMLQuantizationType as Q
 from tokenizers.pre_tokenizers import ByteLevel
 
 from infer.kernels.rotary import QKRotation
-from infer.models.gguf_file import LLAMA_ROWS, GGUFFile
+from infer.models.gguf_families import GGUF_FAMILIES
+from infer.models.gguf_file import GGUFFile
 from infer.models.model import build_model
 from tests.support.checkpoints import BOS_ID, CHAT_TEMPLATE, END_ID, EOS_ID, SPECIAL
 
@@ -88,6 +90,58 @@ def add_text(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
+ONE_MORE = ("gemma", "gemma3", "nemotron")
+"""Architectures whose files store 1 + w of norms."""
+
+
+def base_of(rope: Mapping[str, Any], size: int) -> float:
+    """The base of RoPE, with HunYuan's exponent, as the converter computes it."""
+    exponent = size / (size - 2)
+    return float(rope["rope_theta"] * (rope.get("alpha") or 1.0) ** exponent)
+
+
+def add_family_keys(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
+    """Add the keys that only some architectures have, as llama.cpp's converter does."""
+    kinds = getattr(config, "layer_types", None) or []
+    has_windows = "sliding_attention" in kinds or arch == "phi3"
+    if getattr(config, "sliding_window", None) and has_windows and GGUF_FAMILIES[arch].windows:
+        writer.add_sliding_window(config.sliding_window)
+        if arch in ("exaone4", "cohere2", "olmo2"):
+            writer.add_sliding_window_pattern([each == "sliding_attention" for each in kinds])
+    for key, field in GGUF_FAMILIES[arch].keys.items():
+        value = getattr(config, field, None)
+        is_number = key.startswith(("attention.scale", "attention.clamp")) or key.endswith("_scale")
+        if is_number and value is not None:
+            writer.add_float32(f"{arch}.{key}", value)
+    if arch == "stablelm":
+        writer.add_parallel_residual(config.use_parallel_residual)
+    if arch == "granitehybrid":
+        writer.add_bool(f"{arch}.rope.scaling.finetuned", config.position_embedding_type == "rope")
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        for name in ("long", "short"):
+            factors = np.array(rope[f"{name}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
+        ratio = config.max_position_embeddings / config.original_max_position_embeddings
+        scale = math.log(ratio) / math.log(config.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + scale))
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+    if growth := rope.get("llama_4_scaling_beta"):
+        writer.add_float32(f"{arch}.attention.temperature_scale", growth)
+
+
+def parts_of(names: Any, name: str, data: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """The tensors of a file, each with its name, that a parameter of transformers becomes."""
+    if "shared_mlp.input_linear" in name:
+        layer = name.split(".")[2]
+        gate, up = np.split(data, 2)
+        return [(f"blk.{layer}.ffn_gate.weight", gate), (f"blk.{layer}.ffn_up.weight", up)]
+    name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+    written = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert written is not None, name
+    return [(written, data)]
+
+
 def write(
     path: Path,
     arch: str,
@@ -108,29 +162,31 @@ def write(
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    inner = "shared_intermediate_size" if arch == "granitehybrid" else "intermediate_size"
+    writer.add_feed_forward_length(getattr(config, inner))
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    key, field = GGUF_FAMILIES[arch].eps
+    writer.add_float32(f"{arch}.{key}", getattr(config, field, 1e-5))
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size * config.num_attention_heads != config.hidden_size:
         writer.add_key_length(size)
         writer.add_value_length(size)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_freq_base(base_of(rope, size))
+    writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
+    add_family_keys(writer, arch, config)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
-        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
+        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
     if rope["rope_type"] == "llama3":
         plain = rope["rope_theta"] ** -(torch.arange(0, size, 2) / size)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
-    if arch == "gemma3":
-        writer.add_sliding_window(config.sliding_window)
     for key, value in keys.items():
         getattr(writer, f"add_{key}")(*(value if isinstance(value, tuple) else (value,)))
     for key, value in (sampling or {}).items():
@@ -148,19 +204,18 @@ def write(
     for name, parameter in model.named_parameters():
         values = parameter.detach().numpy()
         order = None
-        if arch in LLAMA_ROWS and (".q_proj" in name or ".k_proj" in name):
+        if GGUF_FAMILIES[arch].pairs and (".q_proj" in name or ".k_proj" in name):
             order = row_order(len(values) // size, size)
             values = values[order]
-        shift = float(arch == "gemma3" and name.endswith("norm.weight"))
-        stored = kind if values.ndim > 1 else Q.F32
+        shift = float(arch in ONE_MORE and name.endswith("norm.weight"))
+        stored = kind if values.ndim > 1 and "norm" not in name else Q.F32
         stored = head if name == "lm_head.weight" and head is not None else stored
         if stored in (Q.Q4_K, Q.Q5_K, Q.Q6_K):
             data = blocks(values.shape, stored)
         else:
             data = gguf.quants.quantize(values + np.float32(shift), stored)
-        written = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert written is not None, name
-        writer.add_tensor(written, data, raw_dtype=stored)
+        for written, part in parts_of(names, name, data):
+            writer.add_tensor(written, part, raw_dtype=stored)
         seen = gguf.quants.dequantize(data, stored).reshape(values.shape) - np.float32(shift)
         back = seen if order is None else seen[np.argsort(order)]
         parameter.data = torch.from_numpy(back.copy())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any
+
+import pytest
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -20,6 +23,18 @@ YARN = {
     "original_max_position_embeddings": 128,
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 9000.0, "factor": 4.0}
+HALF = {"rope_type": "default", "rope_theta": 9000.0, "partial_rotary_factor": 0.5}
+THIRD = {"partial_rotary_factor": 1 / 3}
+WHOLE = {"rope_type": "default", "rope_theta": 9000.0, "partial_rotary_factor": 1.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 9000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0 + i / 4 for i in range(6)],
+    "long_factor": [1.5 + i for i in range(6)],
+}
+TIED = {"tie_word_embeddings": True}
+ATTENTION_BIAS = {"attention_bias": True}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 SHAPES: dict[str, dict[str, dict[str, Any]]] = {
@@ -83,9 +98,141 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         },
         "untied, three shards": {"tie_word_embeddings": False, "shard_bytes": 450_000},
     },
+    "ministral3": {"plain": {}, "tied, one kv head": {**TIED, "num_key_value_heads": 1}},
+    "mistral3": {"plain": {}, "of Ministral 3": {"model_type": "ministral3", "head_dim": 24}},
+    "qwen2_vl": {"plain": {}},
+    "qwen2_5_vl": {"plain": {}, "three shards": {"shard_bytes": 220_000}},
+    "qwen3_vl": {"plain": {}, "tied": TIED},
+    "gemma3_vl": {"plain": TIED},
+    "smollm3": {
+        "plain": {},
+        "only the second layer rotates, untied": {
+            "no_rope_layers": [0, 1, 0, 0],
+            "tie_word_embeddings": False,
+        },
+        "windows in layers that do not rotate, biases": {
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 21,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    },
+    "phi3": {
+        "plain": {},
+        "three quarters rotate, no window, tied": {
+            "rope_parameters": {**HALF, "partial_rotary_factor": 0.75},
+            "sliding_window": None,
+            **TIED,
+        },
+        "longrope, short": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024},
+        "longrope, long": {
+            "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 2},
+            "original_max_position_embeddings": 2,
+        },
+    },
+    "granite": {
+        "plain": {},
+        "all multipliers, one kv head, biases": {
+            "num_key_value_heads": 1,
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 8.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    },
+    "granite_hybrid": {
+        "plain": {},
+        "rotates, all multipliers": {
+            "position_embedding_type": "rope",
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 8.0,
+            "attention_bias": True,
+        },
+    },
+    "seed_oss": {
+        "plain": {},
+        "other biases": {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    },
+    "olmo": {"plain": {}, "clipped, biases": {"clip_qkv": 0.7, "attention_bias": True}},
+    "olmo2": {"plain": {}, "one kv head, biases": {"num_key_value_heads": 1, **ATTENTION_BIAS}},
+    "olmo3": {
+        "plain": {},
+        "scaled global rope": {
+            "rope_parameters": {FULL: {**YARN, "rope_theta": 5e5}, SLIDING: {"rope_theta": 5e5}}
+        },
+    },
+    "glm": {"plain": {}, "a third rotates": {"rope_parameters": {**HALF, **THIRD}}},
+    "glm4": {"plain": {}, "tied, no biases": {**TIED, "attention_bias": False}},
+    "exaone4": {"plain": {}, "no windows": {"sliding_window": None, "layer_types": [FULL] * 4}},
+    "ernie4_5": {"plain": {}, "biases, untied": {"use_bias": True, "tie_word_embeddings": False}},
+    "hunyuan": {
+        "plain": {},
+        "base with an exponent, biases": {
+            "rope_parameters": {**DYNAMIC, "alpha": 50.0},
+            **ATTENTION_BIAS,
+        },
+    },
+    "gemma": {"plain": {}},
+    "cohere": {
+        "plain": {},
+        "q/k norms, biases": {"use_qk_norm": True, **ATTENTION_BIAS},
+    },
+    "cohere2": {"plain": {}, "own pattern": {"layer_types": [FULL, SLIDING, FULL, SLIDING]}},
+    "stablelm": {
+        "plain": {},
+        "parallel, biases, half rotates": {
+            "use_parallel_residual": True,
+            "use_qkv_bias": True,
+            "rope_parameters": HALF,
+        },
+    },
+    "starcoder2": {
+        "plain": {},
+        "no biases, no window": {"use_bias": False, "sliding_window": None},
+    },
+    "arcee": {"plain": {}, "biases": {**ATTENTION_BIAS, "mlp_bias": True}},
+    "nemotron": {
+        "plain": {},
+        "biases, all of a head rotates": {
+            "rope_parameters": WHOLE,
+            **ATTENTION_BIAS,
+            "mlp_bias": True,
+        },
+    },
+    "apertus": {"plain": {}, "biases, plain rope": {"rope_parameters": WHOLE, **ATTENTION_BIAS}},
     "gpt2": {
         "plain": {},
         "untied, own inner size": {"tie_word_embeddings": False, "n_inner": 96},
         "three shards": {"shard_bytes": 300_000},
     },
 }
+
+STACKED = (
+    *("llama", "mistral", "mistral3", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_vl"),
+    *("smollm3", "phi3", "seed_oss", "glm", "ernie4_5", "gemma"),
+)
+"""Families whose layers the native stack computes; of the others it is refused."""
+FIRST = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2")
+"""Families that stand for the others where a test runs every way of every shape; of the others,
+most ways are `slow`."""
+
+
+def crossed(ways: Iterable[str], usual: Container[str], least: str) -> list[Any]:
+    """(family, shape) and way as parameters. `slow` are, of the first families, the ways that are
+    not in `usual`; of the others, all but the way `least` of the last shape."""
+    return [
+        pytest.param(
+            (family, name),
+            way,
+            marks=()
+            if (way in usual if family in FIRST else (way == least and name == list(shapes)[-1]))
+            else pytest.mark.slow,
+            id=f"{family}, {name}-{way}",
+        )
+        for family, shapes in SHAPES.items()
+        for name in shapes
+        for way in ways
+    ]

@@ -106,7 +106,7 @@ class NativeBackend:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
     ) -> Tensor:
         """Rotate q and k, store k, v [T, G, D] in the cache, attend: q [T, H, D] → [T, H, D]."""
-        if turn is not None and self._dtype != torch.bfloat16:
+        if turn is not None and (self._dtype != torch.bfloat16 or turn.factor is not None):
             (q, k), turn = turn(q, k), None
         q, k, v = self._rows(q), self._rows(k), self._rows(v)
         out = torch.empty(q.shape, dtype=self._dtype)

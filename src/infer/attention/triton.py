@@ -309,6 +309,8 @@ class TritonBackend:
         q [T, H, D] → [T, H, D].
         """
         keys, values = self._caches[layer]
+        if turn is not None and turn.factor is not None:
+            (q, k), turn = turn(q, k), None
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._decodes and turn is not None and turn.cos is not None:
             self._decode(layer, q, k, v, turn, out)

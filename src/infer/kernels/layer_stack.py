@@ -33,16 +33,18 @@ MODEL_PROPERTIES = (
     *("architecture", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"),
     *("num_kv_heads", "head_dim", "max_seq_len", "norm_eps", "rope", "ropes", "tie_embeddings"),
     *("dtype", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "windows", "query_scale"),
-    "final_softcap",
+    *("final_softcap", "form", "layout", "embedding_scale", "rounds_embedding_scale"),
+    *("logits_scale", "head_bias", "positions_offset"),
 )
 """Fields of a model's config that a stack computes, or that do not concern its layers.
 
 Another field must have its default. Add one here only if the stack gives its loop's bits with it.
+Of forms that the stack does not compute, the decoder's layers give no parts.
 """
 LAYER_PROPERTIES = (
     *("index", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"),
     *("norm_eps", "attention_scale", "window", "rope", "qkv_bias", "o_bias", "mlp_bias"),
-    "qk_norm",
+    *("qk_norm", "form"),
 )
 """The same for the fields of a layer's config."""
 
@@ -123,23 +125,28 @@ class LayerStack:
         return x
 
 
-def stack_layers(config: LayeredConfig, layers: Sequence[Parts]) -> LayerStack | None:
+def stack_layers(config: LayeredConfig, layers: Sequence[Parts | None]) -> LayerStack | None:
     """A stack of the layers that `config` declares; None if `obstacle` has a reason."""
+    known = [parts for parts in layers if parts is not None]
     if obstacle(config, layers) is not None:
         return None
-    return LayerStack(layers, config.layers()[0].head_dim)
+    return LayerStack(known, config.layers()[0].head_dim)
 
 
-def obstacle(config: LayeredConfig, layers: Sequence[Parts]) -> str | None:
-    """The reason why the native library cannot compute these layers in one call; None if it can."""
+def obstacle(config: LayeredConfig, layers: Sequence[Parts | None]) -> str | None:
+    """The reason why the native library cannot compute these layers in one call; None if it can.
+
+    `layers`: None is a layer that computes something beside what parts say."""
     declared = config.layers()
     for known, record in ((MODEL_PROPERTIES, config), *((LAYER_PROPERTIES, x) for x in declared)):
         if reason := _unknown_property(record, known):
             return reason
     if len(declared) != len(layers):
         return f"{len(declared)} layers are declared, and {len(layers)} are there"
-    eps = set()
+    eps, first = set(), None
     for parts, layer in zip(layers, declared, strict=True):
+        if parts is None:
+            return "a layer computes something beside its linear layers, head norms and attention"
         *products, norms = parts
         for product in products:
             if not isinstance(product, NativeLinear):
@@ -152,7 +159,8 @@ def obstacle(config: LayeredConfig, layers: Sequence[Parts]) -> str | None:
         heads = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         if inputs != [hidden, q_size, hidden, inner] or sizes[1:3] != heads:
             return f"the sizes of a layer's parts do not fit each other: {inputs}, {sizes}"
-        if parts[3].out_features != hidden or sizes != _sizes(layers[0]):
+        first = first or sizes
+        if parts[3].out_features != hidden or sizes != first:
             return "layers differ in size"
         if layer.head_dim != declared[0].head_dim:
             return "layers differ in the size of a head"

@@ -82,6 +82,35 @@ class Norm:
         return y if residual is None else residual + y
 
 
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Layer normalisation (Ba et al. 2016, arXiv:1607.06450) over the last dimension, of size n.
+
+    With a weight in float32, or one for each head, it is computed in float32.
+    """
+
+    size: int
+    """Size of the last dimension, n."""
+    eps: float
+    """Number that is added to the variance."""
+    weight: Tensor | None = None
+    """Weight, [n], or [heads, n] with one for each head."""
+    bias: Tensor | None = None
+    """Bias, [n]."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """[…, n] → […, n]; `residual`, of the shape of x, is added to the result."""
+        shape, weight, bias = (self.size,), self.weight, self.bias
+        if weight is not None and weight.ndim > 1:
+            y = (F.layer_norm(x.float(), shape, eps=self.eps) * weight.float()).to(x.dtype)
+        elif weight is None or weight.dtype == x.dtype:
+            y = F.layer_norm(x, shape, weight, bias, self.eps)
+        else:
+            bias = None if bias is None else bias.float()
+            y = F.layer_norm(x.float(), shape, weight, bias, self.eps).to(x.dtype)
+        return y if residual is None else residual + y
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fusion:
     """Operations that a linear layer computes together with its product."""

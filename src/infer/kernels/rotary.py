@@ -48,22 +48,26 @@ class QKRotation:
     """Sines of the tokens' angles, [T, D/2] float32; None: no rotation."""
     norms: HeadNorms | None
     """Norms that are applied before the rotation; None: no norms."""
+    factor: Tensor | None = None
+    """Factor of the rotated queries, [D] float32; None: 1. The kernels do not know it."""
 
     @classmethod
-    def of(cls, angles: Angles | None, norms: HeadNorms | None) -> QKRotation | None:
+    def of(
+        cls, angles: Angles | None, norms: HeadNorms | None, factor: Tensor | None = None
+    ) -> QKRotation | None:
         """What a layer with these angles and norms passes to attention; None: nothing to do."""
-        if angles is None and norms is None:
+        if angles is None and norms is None and factor is None:
             return None
         cos, sin = angles or (None, None)
-        return cls(cos, sin, norms)
+        return cls(cos, sin, norms, factor)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise and rotate q [T, H, D] and k [T, G, D] by torch's operations."""
         if self.norms is not None:
             q, k = self.norms.q(q), self.norms.k(k)
-        if self.cos is None or self.sin is None:
-            return q, k
-        return rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+        if self.cos is not None and self.sin is not None:
+            q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
+        return (q if self.factor is None else (q * self.factor).to(q.dtype)), k
 
     def constants(self) -> tuple[int | float | None, ...]:
         """Arguments of the native kernel: addresses of cos, sin and both norms' weights, and eps.

@@ -52,6 +52,7 @@ def build_model(config: ModelConfig, source: WeightSource, max_seq_len: int) -> 
     device first where the source can announce shapes, before any memory is allocated.
     """
     decoder = resolve_name(find_architecture(config.architecture).decoder)
+    config = config.for_context(max_seq_len)
     if rehearsal := source.rehearsal():
         decoder(config, rehearsal, 1)
         rehearsal.finish()

@@ -7,15 +7,17 @@ imports the standard library only, so that planning and the server can read a co
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypedDict
 
 from infer.errors import LoadError
 from infer.files import MAX_CONFIG_BYTES, parse_json, read_text
+from infer.models.layer_forms import LayerForm, TensorLayout
 
 MAX_SIZE = 2**31 - 1
 """Maximum of any size in a config; no model has a larger one."""
@@ -35,7 +37,7 @@ class RopeConfig:
     theta: float = 10000.0
     """Base of the frequencies, θ in θ^(-2i/D)."""
     kind: str = "default"
-    """Kind of scaling: default, linear, llama3 or yarn."""
+    """Kind of scaling: default, linear, llama3, yarn or longrope."""
     factor: float = 1.0
     """Ratio of the extended context length to the original one."""
     low_freq_factor: float = 1.0
@@ -49,11 +51,28 @@ class RopeConfig:
     beta_slow: float = 1.0
     """Rotations within the original length below which a frequency is scaled in full (yarn)."""
     attention_factor: float = 1.0
-    """Factor of cosines and sines (yarn)."""
+    """Factor of cosines and sines (yarn, longrope)."""
     truncate: bool = True
     """Whether the bounds of the blended dimensions are rounded to whole ones (yarn)."""
     frequency_divisors: tuple[float, ...] = ()
-    """Divisor of each frequency, [D/2], as GGUF files store them; (): no division."""
+    """Divisor of each frequency, as GGUF files and longrope have them; (): no division."""
+    long_divisors: tuple[float, ...] = ()
+    """The divisors of a context longer than `original_max_position`; see `for_context`."""
+    rotary_size: int | None = None
+    """Number of a head's elements that rotate; None: all."""
+    query_growth: float = 0.0
+    """β of queries that grow: times 1 + β ln(1 + ⌊position / `original_max_position`⌋)."""
+
+    def for_context(self, max_seq_len: int) -> RopeConfig:
+        """What a model with a context of `max_seq_len` tokens uses, for all of its sequences.
+
+        Sequences that changed their frequencies when they grow would have keys of two kinds.
+        """
+        if not self.long_divisors:
+            return self
+        is_long = max_seq_len > self.original_max_position
+        divisors = self.long_divisors if is_long else self.frequency_divisors
+        return dataclasses.replace(self, frequency_divisors=divisors, long_divisors=())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +111,9 @@ class LayerConfig:
     mlp_bias: bool
     """Whether the MLP's projections have biases."""
     qk_norm: bool
-    """Whether each query and key head is normalised with RMSNorm."""
+    """Whether queries and keys are normalised; `form` says how."""
+    form: LayerForm
+    """What the layer computes."""
 
 
 class AttentionArguments(TypedDict):
@@ -143,7 +164,7 @@ class ModelConfig:
     mlp_bias: bool = False
     """Whether the MLP's projections have biases."""
     qk_norm: bool = False
-    """Whether each query and key head is normalised with RMSNorm."""
+    """Whether queries and keys are normalised; `form` says how."""
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer: the number of positions that a query sees, its own included.
 
@@ -155,6 +176,28 @@ class ModelConfig:
     """RoPE of each layer; None: the layer's queries and keys are not rotated. (): `rope`."""
     final_softcap: float | None = None
     """Cap c of the logits, which become c · tanh(logits / c); None: no cap."""
+    form: LayerForm = field(default_factory=LayerForm)
+    """What a layer computes, beside its sizes."""
+    layout: TensorLayout = field(default_factory=TensorLayout)
+    """How checkpoints name and arrange the tensors."""
+    embedding_scale: float = 1.0
+    """Factor of the embeddings."""
+    rounds_embedding_scale: bool = False
+    """Whether that factor is rounded to the embeddings' dtype."""
+    logits_scale: float = 1.0
+    """Factor of the logits."""
+    head_bias: bool = False
+    """Whether the output head has a bias."""
+    positions_offset: int | None = None
+    """Row of position 0 in a table of learned positions; None: there is no table."""
+
+    def for_context(self, max_seq_len: int) -> ModelConfig:
+        """The config of a model with a context of `max_seq_len` tokens."""
+        return dataclasses.replace(
+            self,
+            rope=self.rope.for_context(max_seq_len),
+            ropes=tuple(each and each.for_context(max_seq_len) for each in self.ropes),
+        )
 
     def layer(self, index: int) -> LayerConfig:
         """What the layer `index` is."""
@@ -174,6 +217,7 @@ class ModelConfig:
             o_bias=self.o_bias,
             mlp_bias=self.mlp_bias,
             qk_norm=self.qk_norm,
+            form=self.form,
         )
 
     def layers(self) -> list[LayerConfig]:
@@ -212,10 +256,34 @@ _SAME: Mapping[str, str] = MappingProxyType(
 """other names of a value, each with the usual one"""
 
 
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "residual_multiplier"), (1,)),
+        **dict.fromkeys(("embedding_multiplier", "logits_scaling", "logit_scale"), (1,)),
+        **dict.fromkeys(("scale_emb", "mup_base_width"), (1,)),
+        **dict.fromkeys(("attention_multiplier", "clip_qkv", "scale_depth", "kv_lora_rank"), ()),
+        **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), (0,)),
+        **dict.fromkeys(
+            ("qk_layernorm", "use_qk_norm", "use_parallel_residual", "alibi"), (False,)
+        ),
+        **dict.fromkeys(("parallel_attn", "use_bidirectional_attention"), (False,)),
+        **dict.fromkeys(("add_cross_attention", "is_encoder_decoder"), (False,)),
+        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, 1)),
+    }
+)
+"""Fields that change the mathematics in some family, each with the values that change nothing.
+`null` changes nothing either."""
+
+
+_NULL_IS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+
+
 class ConfigReader:
     """Reads the fields of one `config.json` and collects everything that is wrong with it.
 
     A field that is wrong is added to `problems` and gets a harmless value, so that reading goes on.
+    A field that would change the mathematics, and that the family's reader did not ask for, is a
+    problem too.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
@@ -223,16 +291,30 @@ class ConfigReader:
         self.raw = raw
         self.where = where
         self.problems: list[str] = []
+        self.asked: set[str] = set()
+        """Names of the fields that were asked for."""
 
     def use(self, raw: Mapping[str, Any]) -> None:
         """Read the following fields from `raw` instead of from the file's own fields."""
         self.raw = raw
+
+    def use_defaults(self, **values: Any) -> None:
+        """Let fields that are absent, or null, have the values of the family's class.
+
+        A window or cap that is null is none."""
+        given = {
+            name: value
+            for name, value in self.raw.items()
+            if value is not None or name in _NULL_IS_NONE
+        }
+        self.use({**values, **given})
 
     def get(self, name: str, kind: type | tuple[type, ...], default: Any = ...) -> Any:
         """The value of a field of type `kind`. `null` counts as absent.
 
         A field without a default is required.
         """
+        self.asked.add(name)
         value = self.raw.get(name)
         if value is None:
             if default is ...:
@@ -270,6 +352,7 @@ class ConfigReader:
 
     def only(self, name: str, supported: tuple[Any, ...], default: Any) -> Any:
         """The value of a field that must be one of `supported`."""
+        self.asked.add(name)
         value = self.raw.get(name, default)
         if value is None:
             value = default
@@ -283,6 +366,10 @@ class ConfigReader:
 
     def finish(self) -> None:
         """Raise `LoadError` with all problems, if there are any."""
+        for name, neutral in _NEUTRAL.items():
+            value = self.raw.get(name)
+            if name not in self.asked and value is not None and value not in neutral:
+                self.problems.append(f"{name}={value!r:.80} has no meaning in this architecture")
         if self.problems:
             raise LoadError(f"{self.where}: " + "; ".join(self.problems))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels.rotary import Angles
@@ -17,7 +18,16 @@ from infer.models.model_config import ModelConfig, RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
-    """The angle of each pair of dimensions, in radians per position, [D/2], float32."""
+    """The angle of each pair of dimensions, in radians per position, [D/2], float32.
+
+    Where only a part of the head rotates, that of the other pairs is 0.
+    """
+    rotary = head_dim if config.rotary_size is None else config.rotary_size
+    freqs = _rotary_frequencies(config, rotary)
+    return F.pad(freqs, (0, (head_dim - rotary) // 2))
+
+
+def _rotary_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     freqs: Tensor = 1.0 / (config.theta**exponents)
     if config.frequency_divisors:
@@ -73,8 +83,11 @@ class RopeTable:
         """`head_dim`: size of a head, D; `max_seq_len`: number of positions."""
         freqs = inverse_frequencies(config, head_dim)
         angles = torch.arange(max_seq_len, dtype=torch.float32)[:, None] * freqs
-        self._cos = (angles.cos() * config.attention_factor).to(device)
-        self._sin = (angles.sin() * config.attention_factor).to(device)
+        factors = torch.full_like(freqs, config.attention_factor)
+        if config.rotary_size is not None:
+            factors[config.rotary_size // 2 :] = 1.0  # the rest of the head stays as it is
+        self._cos = (angles.cos() * factors).to(device)
+        self._sin = (angles.sin() * factors).to(device)
 
     def at(self, positions: Tensor) -> Angles:
         """Cosines and sines, [T, D/2] each, float32, of the positions [T]."""
@@ -95,6 +108,21 @@ class RopeTables:
             for kind in dict.fromkeys(self._of_layer)
             if kind is not None
         }
+        growth = config.rope.query_growth
+        self._growth = growth if max_seq_len > config.rope.original_max_position else 0.0
+        self._original = config.rope.original_max_position
+
+    @property
+    def queries_grow(self) -> bool:
+        """Whether queries at some of the positions have a factor, which `query_factors` gives."""
+        return self._growth != 0.0
+
+    def query_factors(self, positions: Tensor) -> Tensor | None:
+        """The factors of the queries at positions [T], [T, 1, 1] float32; None: they have none."""
+        if not self._growth:
+            return None
+        turns = (positions // self._original).float()
+        return (1.0 + self._growth * torch.log1p(turns))[:, None, None]
 
     def at(self, positions: Tensor) -> list[Angles | None]:
         """The angles of the positions [T] in each layer; None: the layer does not rotate."""

@@ -9,15 +9,18 @@ memory-mapped and a tensor is converted when it is taken, so no weight is in mem
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import re
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -40,6 +43,42 @@ BlockReader = Callable[[Mapping[str, tuple[int, int]], bool], list[BlockWeight] 
 in blocks; None: they are not in blocks, or not in such as go together."""
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Where a model's tensor is in a checkpoint: rows of a stored tensor."""
+
+    name: str
+    """Name of the stored tensor."""
+    order: np.ndarray | slice | None = None
+    """The rows; None: all, as they are."""
+    total: int | None = None
+    """Number of rows of the stored tensor; None: as many as the model's tensor has."""
+    transposed: bool = False
+    """Whether a matrix is stored as [in, out]."""
+    heads: int | None = None
+    """Number of rows in which a vector is stored, one for each head; None: it is a vector."""
+
+    def of(self, stored: Tensor) -> Tensor:
+        """The rows of a stored tensor, in the model's order."""
+        if self.order is None:
+            return stored
+        if isinstance(self.order, slice):
+            return stored[self.order]
+        if stored.device.type == "meta":  # see `joined` of kernels.linear on why
+            return stored.new_empty((len(self.order), *stored.shape[1:]))
+        return stored.index_select(0, torch.from_numpy(self.order).to(stored.device))
+
+    def of_blocks(self, stored: BlockWeight) -> BlockWeight:
+        """The same rows of a stored matrix in blocks."""
+        if self.order is None:
+            return stored
+        order = self.order
+        whole = range(stored.shape[0])
+        num_rows = len(whole[order] if isinstance(order, slice) else order)
+        rows = None if stored.rows is None else stored.rows[order]
+        return replace(stored, shape=(num_rows, stored.shape[1]), rows=rows)
 
 
 class WeightSource:
@@ -71,6 +110,8 @@ class WeightSource:
         """Whether a row's product on a GPU must not depend on the other rows of a batch."""
         self._blocks = blocks
         self._left = set(names)
+        self._names = frozenset(self._left)
+        self._rows: Callable[[str], Rows] = Rows
         self._complete = complete
         self._read = read
         self._stored = stored
@@ -144,47 +185,83 @@ class WeightSource:
             self._left, lambda name, shape: stored(name), dtype=self.dtype, device=meta
         )
 
+    @property
+    def rehearses(self) -> bool:
+        """Whether the tensors have no memory: a model made of them is thrown away."""
+        return self.device.type == "meta"
+
+    def arrange(self, rows: Callable[[str], Rows]) -> None:
+        """From now on, find the tensors that are asked for as `rows` says, by the model's names."""
+        self._rows = rows
+
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor `name`, converted to `dtype`, on the device.
 
         If it is missing or has another shape, that is noted for `finish` and the result is zeros.
         """
-        if self._complete and name not in self._left:
-            self._missing.append(name)
+        rows = self._rows(name)
+        if not self._complete:
+            return self._converted(rows.name, self._read(rows.name, shape))
+        if rows.name not in self._names:
+            if rows.name not in self._missing:
+                self._missing.append(rows.name)
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        self._left.discard(name)
-        tensor = self._read(name, shape)
-        if tuple(tensor.shape) != shape:
-            self._misshapen.append(f"{name} is {list(tensor.shape)}, should be {list(shape)}")
+        self._left.discard(rows.name)
+        stored = shape if rows.total is None else (rows.total, *shape[1:])
+        turned = rows.transposed and len(shape) == 2
+        stored = stored[::-1] if turned else stored
+        if rows.heads is not None:
+            stored = (rows.heads, math.prod(shape) // rows.heads)
+        tensor = self._read(rows.name, stored)
+        if tuple(tensor.shape) != stored:
+            problem = f"{rows.name} is {list(tensor.shape)}, should be {list(stored)}"
+            if problem not in self._misshapen:
+                self._misshapen.append(problem)
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        tensor = tensor.T.contiguous() if turned else tensor
+        tensor = tensor if rows.heads is None else tensor.flatten()
+        # Rows are taken before they are converted, so that of a packed tensor each is once.
+        return self._converted(rows.name, rows.of(tensor))
+
+    def _converted(self, name: str, tensor: Tensor) -> Tensor:
         if tensor.dtype not in _FLOATS:
             self._misshapen.append(f"{name} is stored as {tensor.dtype}, which is not supported")
         return tensor.to(device=self.device, dtype=self.dtype)
 
     def take_linear(
-        self, parts: Mapping[str, tuple[int, int]], *, gated: bool = False, transposed: bool = False
+        self, parts: Mapping[str, tuple[int, int]], *, gated: bool = False
     ) -> list[Tensor] | list[BlockWeight]:
         """The weights of one linear layer, by name and shape [out, in].
 
-        `gated`: the layer has a gate. `transposed`: as tensors they are stored as [in, out].
+        `gated`: the layer has a gate.
         """
-        if self._blocks is not None and (not self._complete or self._left.issuperset(parts)):
-            found = self._blocks(parts, gated)
-            if found is not None:
-                self._left.difference_update(parts)
-                return found
-        if transposed:
-            return [self.take(name, shape[::-1]).T.contiguous() for name, shape in parts.items()]
-        return [self.take(name, shape) for name, shape in parts.items()]
+        found = self._in_blocks(parts, gated=gated)
+        return found or [self.take(name, shape) for name, shape in parts.items()]
+
+    def _in_blocks(
+        self, parts: Mapping[str, tuple[int, int]], *, gated: bool = False
+    ) -> list[BlockWeight] | None:
+        """The weights in blocks; None if they are not."""
+        if self._blocks is None:
+            return None
+        arranged = {name: self._rows(name) for name in parts}
+        stored = {
+            rows.name: (rows.total or parts[name][0], parts[name][1])
+            for name, rows in arranged.items()
+        }
+        if self._complete and not self._names.issuperset(stored):
+            return None
+        found = self._blocks(stored, gated and len(stored) > 1)
+        if found is None:
+            return None
+        self._left.difference_update(stored)
+        of_name = dict(zip(stored, found, strict=True))
+        return [rows.of_blocks(of_name[rows.name]) for rows in arranged.values()]
 
     def keep_embedding(self, name: str, shape: tuple[int, int]) -> Tensor | BlockEmbedding:
         """Like `keep`, for an embedding [V, E], which may be in blocks."""
-        if self._blocks is not None and (not self._complete or name in self._left):
-            found = self._blocks({name: shape}, False)
-            if found is not None:
-                self._left.discard(name)
-                return BlockEmbedding(found[0])
-        return self.keep(name, shape)
+        found = self._in_blocks({name: shape})
+        return BlockEmbedding(found[0]) if found else self.keep(name, shape)
 
     def keep(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Like `take`, for a tensor that the model keeps: never in the file's mapped memory."""

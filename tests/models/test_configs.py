@@ -1,0 +1,164 @@
+"""Configs of all families in the forms in which they are found.
+
+transformers writes other keys than published files have, and files omit what has the class's
+default. The configs are those of `model_shapes`, and those of transformers' classes with no field
+but sizes; what each form means is what the form means that transformers writes.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import transformers
+
+from infer.errors import LoadError
+from infer.models.model_config import ModelConfig
+from infer.models.registry import ARCHITECTURES, MODEL_TYPES, parse_model_config
+from tests.support.checkpoints import FAMILIES, VISIONS, architecture_of, make_config
+from tests.support.model_shapes import SHAPES
+
+CASES = [(family, name) for family, shapes in SHAPES.items() for name in shapes]
+
+
+def written(family: str, **shape: Any) -> dict[str, Any]:
+    """What transformers writes for a shape."""
+    shape.pop("shard_bytes", None)
+    fields: dict[str, Any] = make_config(family, **shape).to_dict()
+    return {**fields, "architectures": [architecture_of(family)]}
+
+
+def in_old_keys(fields: dict[str, Any]) -> dict[str, Any]:
+    """The same in the keys of published files."""
+    if isinstance(text := fields.get("text_config"), dict):
+        return {**fields, "text_config": in_old_keys(text)}
+    rope = fields.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return fields
+    old = {key: value for key, value in fields.items() if key != "rope_parameters"}
+    local = rope.get("sliding_attention")
+    spec = dict(rope["full_attention"] if local else rope)
+    old["rope_theta"] = spec.pop("rope_theta")
+    if local and fields["model_type"].startswith("gemma3"):
+        old["rope_local_base_freq"] = local["rope_theta"]
+    if "partial_rotary_factor" in spec:
+        old["partial_rotary_factor"] = spec.pop("partial_rotary_factor")
+    kind = spec.pop("rope_type")
+    if kind != "default":
+        old["rope_scaling"] = {"rope_type" if local else "type": kind, **spec}
+    if "dtype" in old:
+        old["torch_dtype"] = old.pop("dtype")
+    return old
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {case[1]}")
+def test_old_keys_mean_the_same(case: tuple[str, str]) -> None:
+    """transformers reads the old keys, too, and writes them anew."""
+    family, name = case
+    old = in_old_keys(written(family, **SHAPES[family][name]))
+    kind = getattr(transformers, f"{FAMILIES[family][0]}Config")
+    theirs = {**kind.from_dict(copy.deepcopy(old)).to_dict(), "architectures": old["architectures"]}
+    assert parse_model_config(old, "old") == parse_model_config(theirs, "new")
+
+
+BARE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+def class_default(family: str) -> tuple[dict[str, Any], ModelConfig]:
+    """(the sizes that a class has by default, the config that the class means)."""
+    kind = getattr(transformers, f"{FAMILIES[family][0]}Config")
+    more = {"layer_types": ["full_attention"] * 32, "num_local_experts": 0}
+    fields = kind(**(more if family == "granite_hybrid" else {})).to_dict()
+    fields["architectures"] = [architecture_of(family)]
+    names = (*BARE, *HEADS, "n_embd", "n_head", "n_layer", "shared_intermediate_size")
+    sizes = {name: fields[name] for name in names if name in fields}
+    sizes["architectures"] = fields["architectures"]
+    return sizes | (more if family == "granite_hybrid" else {}), parse_model_config(fields, "class")
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in VISIONS])
+def test_a_field_that_is_absent_has_the_value_of_the_class(family: str) -> None:
+    sizes, theirs = class_default(family)
+    assert parse_model_config(sizes, "sizes alone") == theirs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_architecture_may_be_absent(family: str) -> None:
+    fields = written(family)
+    del fields["architectures"]
+    assert parse_model_config(fields, "it").architecture == architecture_of(family)
+
+
+def test_every_row_has_a_model_type() -> None:
+    assert set(MODEL_TYPES.values()) == set(ARCHITECTURES)
+
+
+FOREIGN = {
+    "clip_qkv": 8.0,
+    "logit_scale": 0.75,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.2,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 8.0,
+    "num_local_experts": 8,
+    "num_experts": 64,
+    "use_parallel_residual": True,
+    "qk_layernorm": True,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.5,
+    "rotary_pct": 0.25,
+    "attn_logit_softcapping": 50.0,
+    "alibi": True,
+    "kv_lora_rank": 512,
+    "scale_emb": 12,
+    "scale_depth": 1.4,
+}
+"""Fields that change the mathematics of some family."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_field_of_another_family_is_honoured_or_refused(family: str, name: str) -> None:
+    """It is never ignored: the config is another one, or the field is named."""
+    fields = written(family)
+    inner = fields.get("text_config", fields)
+    before = parse_model_config(fields, "it")
+    inner[name] = FOREIGN[name]
+    rope = inner.get("rope_parameters")
+    if name in ("partial_rotary_factor", "rotary_pct") and isinstance(rope, dict):
+        rope.pop("partial_rotary_factor", None)
+    found = outcome(fields)
+    names = (name, "partial_rotary_factor")
+    ignored = found == before and before.rope.rotary_size is None
+    assert not ignored
+    assert not isinstance(found, str) or any(each in found for each in names)
+
+
+def outcome(fields: dict[str, Any]) -> ModelConfig | str:
+    """What a config means, or why it is refused."""
+    try:
+        return parse_model_config(fields, "it")
+    except LoadError as error:
+        return str(error)
+
+
+NEEDS = {
+    "Qwen3MoeForCausalLM": ("it needs a mixture of experts,", "near it: Qwen3ForCausalLM"),
+    "Qwen3_5ForCausalLM": ("it needs a recurrent state,", "near it: Qwen3ForCausalLM"),
+    "DeepseekV3ForCausalLM": ("it needs latent attention and a mixture of experts,",),
+    "BertModel": ("it needs an encoder,",),
+    "T5ForConditionalGeneration": ("it needs an encoder,",),
+    "BloomForCausalLM": ("it needs attention scores with a slope",),
+    "LLamaForCausalLm2": ("is not supported (near it: LlamaForCausalLM",),
+    "FooBarModel": ("'FooBarModel' is not supported (`infer models` lists the",),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_refusal_says_what_is_needed_and_what_is_near(name: str) -> None:
+    with pytest.raises(LoadError) as caught:
+        parse_model_config({"architectures": [name]}, "it")
+    for text in NEEDS[name]:
+        assert text in str(caught.value)
