@@ -61,7 +61,7 @@ def test_what_a_loaded_family_answers_is_taken_back(name: str) -> None:
         if prompt.rstrip().endswith("<think>"):
             text = f"hm\n</think>\n\n{text}"
         parser = parser_for(
-            shown.source, use.format, prompt_end=prompt[-40:], names=["weather"], forced=False
+            shown.thoughts, use.format, prompt_end=prompt[-40:], names=["weather"], forced=False
         )
         parts = parser.push(text, end=True)
         assert not parts.content

@@ -52,7 +52,7 @@ from infer.server.openai.truncation import Dropped
 from infer.server.openai.typed_events import TypedEvents
 from infer.text import answer_parser
 from infer.text.reasoning_tokens import ThoughtTokens
-from infer.text.tools.formats import ToolFormat, thoughts_in
+from infer.text.tools.formats import ToolFormat
 from infer.text.untrusted.workers import Steps
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 from infer.types.grammar import Grammar
@@ -292,8 +292,8 @@ def _tool_warning(engine: AsyncLLM, wire: ChatBody) -> str | None:
 def _parsed_token_ids(engine: AsyncLLM, wire: ChatBody) -> tuple[int, ...]:
     """The special tokens that the parser of the answer must see as text."""
     template, way = engine.tokenizer.tool_template, _tool_format(engine, wire)
-    thoughts = thoughts_in(template.source) if template else None
-    marks = (*(thoughts or ()), *(way.all_marks if way else ()))
+    thoughts = template.thoughts if template else None
+    marks = (*(thoughts.marks if thoughts else ()), *(way.all_marks if way else ()))
     return engine.tokenizer.special_ids_of(marks) if wire.skip_special_tokens else ()
 
 
@@ -346,7 +346,7 @@ class ChatAnswer:
         """`on_message` receives what is new in the message, whole or in pieces."""
         prompt = requests[0].prompt_token_ids
         template, prompt_end = engine.tokenizer.tool_template, _prompt_end(engine, prompt)
-        source = template.source if template else ""
+        marks = template.thoughts if template else None
         self._wire = wire
         self._prompt = prompt
         self._on_message = on_message
@@ -354,8 +354,8 @@ class ChatAnswer:
         kind = "chat.completion.chunk" if wire.stream else "chat.completion"
         self._head = head_of(kind, engine.model_name, answer_id)
         thoughts: list[ThoughtTokens] = []
-        if marks := thoughts_in(source):
-            inside = prompt_end.rstrip().endswith(marks.opening)
+        if marks is not None:
+            inside = marks.are_opened_by(prompt_end)
             thoughts = [ThoughtTokens(engine.tokenizer, marks, inside=inside) for _ in requests]
         self._usage = TokenUsage(requests, wire.n, thoughts, more=wire.dropped.usage)
         self._details = TokenDetails(engine.tokenizer, wire, requests)
@@ -365,7 +365,7 @@ class ChatAnswer:
         tools, forced = _tool_format(engine, wire), bool(wire.forced_tools)
         self._parsers = [
             answer_parser.parser_for(
-                source, tools, prompt_end=prompt_end, names=names, forced=forced
+                marks, tools, prompt_end=prompt_end, names=names, forced=forced
             )
             for _ in requests
         ]

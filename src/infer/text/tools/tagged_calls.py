@@ -324,31 +324,30 @@ class TaggedText:
         if found is None:
             stop = len(text) if end else at + _sure(text[at:], len(self._tags[0]))
             return ArgumentPiece(stop, self._value.more(text[at:stop]))
+        written = self._value.more(text[at : found.start()])
         rest = text[found.start() : found.start() + len(self._tags[0])]
         is_begun = not end and any(tag != rest and tag.startswith(rest) for tag in self._tags)
-        ends = None if is_begun else self._ends(text, at, found, end)
+        ends = None if is_begun else self._ends(text, found, end)
         if ends is None:  # what follows will tell
-            return ArgumentPiece(found.start(), self._value.more(text[at : found.start()]))
+            return ArgumentPiece(found.start(), written)
         if not ends:
             stop = found.start() + 1
-            return ArgumentPiece(stop, self._value.more(text[at:stop]))
-        written = self._value.more(text[at : found.start()]) + self._value.close()
+            return ArgumentPiece(stop, written + self._value.more(found[0][0]))
+        written += self._value.close()
         self._value = None
         size = found.end() if found[0] == self._after else found.start()
         return ArgumentPiece(size, written)
 
-    def _ends(self, text: str, at: int, found: re.Match[str], end: bool) -> bool | None:
+    def _ends(self, text: str, found: re.Match[str], end: bool) -> bool | None:
         """Whether a tag inside a value ends it; None: further text will tell."""
         family, mark = self._family, found[0]
         if mark == self._after:
             follows = (family.key_mark, family.end, family.closing)
             return _follows(text, found.end(), follows, end)
         assert self._value is not None
-        is_next = found.start() == at
-        at_line = self._value.is_at_line if is_next else text[found.start() - 1] == "\n"
         if mark == family.key_mark:
             properties = (self._schema or {}).get("properties")
-            if not at_line or not isinstance(properties, Mapping):
+            if not self._value.is_at_line or not isinstance(properties, Mapping):
                 return False
             key = self._key.match(text, found.start(), found.start() + _MAX_KEY_CHARS)
             if key is not None:
@@ -419,14 +418,15 @@ class _Value:
         self._is_json = True
         """Whether it may be JSON, as far as it is known."""
         self._is_first = True
-        self.is_at_line = True
-        """Whether the next character begins a line."""
+        self._is_empty = True
+        """Whether nothing belongs to the value yet."""
+        self.is_at_line = False
+        """Whether the next character begins a line, which is not the first one."""
 
     def more(self, text: str) -> str:
         """Take a further piece; returns what is certain of its JSON."""
         if not text:
             return ""
-        self.is_at_line = text.endswith("\n")
         self._held += text
         if self._is_first and self._has_breaks:
             # A carriage return belongs to the line break.
@@ -434,6 +434,8 @@ class _Value:
                 return ""
             self._held = re.sub(r"\A\r?\n", "", self._held)
         self._is_first = False
+        self._is_empty = self._is_empty and not self._held
+        self.is_at_line = text.endswith("\n") and not self._is_empty
         if self._is_text:
             return self._write()
         self._pieces.append(self._held)
