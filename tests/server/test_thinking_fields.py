@@ -32,6 +32,7 @@ def prompt(**fields: Any) -> Any:
         ({"thinking": {"type": "enabled", "budget_tokens": 100}}, "[True]"),
         ({"thinking": {"type": "disabled"}}, "[False]"),
         ({"thinking": {"type": "adaptive"}}, ""),
+        ({"thinking": {"type": "auto"}}, ""),
         ({"thinking": False}, "[False]"),
         ({"reasoning_effort": "none"}, "[False]"),
         ({"reasoning_effort": "low"}, "[True]"),

@@ -110,8 +110,8 @@ def test_parameters_come_in_any_order_and_may_be_none(family: Any) -> None:
 def test_a_parameter_may_come_twice() -> None:
     one, other = (f"<parameter=count>{n}</parameter>" for n in (1, 2))
     text = f"<tool_call><function=f>{one}{other}</function></tool_call>"
-    [one] = told_apart([text], QWEN, names=TOOLS).calls
-    assert json.loads(one.arguments) == {"count": 2}
+    [made] = told_apart([text], QWEN, names=TOOLS).calls
+    assert json.loads(made.arguments) == {"count": 2}
 
 
 LEFT_OUT = {
@@ -198,6 +198,7 @@ def test_types() -> None:
         "string",
         "null",
     }
+    broken: Any
     for broken in (
         {"properties": []},
         {"properties": {"a": 5}},

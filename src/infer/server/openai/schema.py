@@ -127,10 +127,10 @@ def _thinking(value: Any) -> bool | None:
     if isinstance(value, bool):
         return value
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in ("enabled", "disabled", "adaptive"):
+    if kind not in ("enabled", "disabled", "adaptive", "auto"):
         words = "{'type': 'enabled', 'disabled' or 'adaptive'}"
         raise RequestError(f"thinking must be true, false or {words}")
-    return None if kind == "adaptive" else kind == "enabled"
+    return None if kind in ("adaptive", "auto") else kind == "enabled"
 
 
 def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:

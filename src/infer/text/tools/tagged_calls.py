@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.text.tools.argument_text import (
@@ -75,50 +75,36 @@ class Family:
     """Text between tags."""
 
 
-_QWEN = {
-    "call": r"\s*<function=(?P<name>[^\s<>]+)>\s*(?=<parameter=|</function>)",
-    "starts": "<function=",
-    "key": r"<parameter=(?P<key>[^<>\n]+)>",
-    "key_mark": "<parameter=",
-    "after": "</parameter>",
-    "end": "</function>",
-}
+_QWEN = Family(
+    "qwen3-coder", ("<tool_call>",), "</tool_call>",
+    call=r"\s*<function=(?P<name>[^\s<>]+)>\s*(?=<parameter=|</function>)", starts="<function=",
+    key=r"<parameter=(?P<key>[^<>\n]+)>", key_mark="<parameter=", after="</parameter>",
+    end="</function>", has_breaks=True, alone="<function=",
+    written=("<function={name}>", "<parameter={key}>\n{value}\n</parameter>"),
+)  # fmt: skip
 _GLM_KEY = r"<arg_key>\s*(?P<key>[^<>\n]+?)\s*</arg_key>\s*<arg_value>"
 _OPEN_VALUE = "_value:opensource>"
-_INVOKE = {
-    "call": r'\s*<invoke name="(?P<name>[^\s<>"]+)">\s*(?=<parameter|</invoke>)',
-    "starts": "<invoke",
-    "key": r'<parameter name="(?P<key>[^<>"\n]+)">',
-    "key_mark": "<parameter",
-    "after": "</parameter>",
-    "end": "</invoke>",
-}
-_INVOKED = ('<invoke name="{name}">', '<parameter name="{key}">{value}</parameter>')
-_DSML = {
-    "call": r'\s*<｜DSML｜invoke name="(?P<name>[^\s<>"]+)">\s*(?=<｜DSML｜p|</｜DSML｜i|\{)',
-    "starts": "<｜DSML｜invoke",
-    "key": r'<｜DSML｜parameter name="(?P<key>[^<>"\n]+)"'
+_DSML = Family(
+    "deepseek-v3.2", ("<｜DSML｜function_calls>",), "</｜DSML｜function_calls>",
+    call=r'\s*<｜DSML｜invoke name="(?P<name>[^\s<>"]+)">\s*(?=<｜DSML｜p|</｜DSML｜i|\{)',
+    starts="<｜DSML｜invoke",
+    key=r'<｜DSML｜parameter name="(?P<key>[^<>"\n]+)"'
     r'(?:\s+string="(?P<string>true|false)")?\s*>',
-    "key_mark": "<｜DSML｜parameter",
-    "after": "</｜DSML｜parameter>",
-    "end": "</｜DSML｜invoke>",
-    "special": ("｜DSML｜",),
-    "written": (
+    key_mark="<｜DSML｜parameter", after="</｜DSML｜parameter>", end="</｜DSML｜invoke>",
+    special=("｜DSML｜",),
+    written=(
         '<｜DSML｜invoke name="{name}">',
         '<｜DSML｜parameter name="{key}" string="{string}">{value}</｜DSML｜parameter>',
     ),
-}
+)  # fmt: skip
 _M3 = "]<]minimax[>["
 FAMILIES = (
-    Family(
-        "seed-oss", ("<seed:tool_call>",), "</seed:tool_call>", **_QWEN,
+    replace(
+        _QWEN, name="seed-oss", openings=("<seed:tool_call>",), closing="</seed:tool_call>",
+        has_breaks=False, alone="",
         written=("<function={name}>", "<parameter={key}>{value}</parameter>"),
     ),
-    Family(
-        "qwen3-coder", ("<tool_call>",), "</tool_call>", **_QWEN, has_breaks=True,
-        written=("<function={name}>", "<parameter={key}>\n{value}\n</parameter>"),
-        alone="<function=",
-    ),
+    _QWEN,
     Family(
         "glm", ("<tool_call>",), "</tool_call>",
         call=r"\s*(?P<name>[^\s<>{}\[\]\"]+)\s*(?=<arg_key>)", starts="",
@@ -149,7 +135,11 @@ FAMILIES = (
         ),
     ),
     Family(
-        "minimax-m2", ("<minimax:tool_call>",), "</minimax:tool_call>", **_INVOKE, written=_INVOKED
+        "minimax-m2", ("<minimax:tool_call>",), "</minimax:tool_call>",
+        call=r'\s*<invoke name="(?P<name>[^\s<>"]+)">\s*(?=<parameter|</invoke>)',
+        starts="<invoke", key=r'<parameter name="(?P<key>[^<>"\n]+)">', key_mark="<parameter",
+        after="</parameter>", end="</invoke>",
+        written=('<invoke name="{name}">', '<parameter name="{key}">{value}</parameter>'),
     ),
     Family(
         "minimax-m3", (f"{_M3}<tool_call>",), f"{_M3}</tool_call>",
@@ -158,10 +148,11 @@ FAMILIES = (
         after=f"{_M3}</{{key}}>", end=f"{_M3}</invoke>", special=(_M3,),
         written=(f'{_M3}<invoke name="{{name}}">', f"{_M3}<{{key}}>{{value}}{_M3}</{{key}}>"),
     ),
-    Family(
-        "deepseek-v3.2", ("<｜DSML｜function_calls>",), "</｜DSML｜function_calls>", **_DSML
+    _DSML,
+    replace(
+        _DSML, name="deepseek-v4", openings=("<｜DSML｜tool_calls>",),
+        closing="</｜DSML｜tool_calls>",
     ),
-    Family("deepseek-v4", ("<｜DSML｜tool_calls>",), "</｜DSML｜tool_calls>", **_DSML),
     Family(
         "minicpm5", ('<function name="',), "</function>",
         call=r'(?P<name>[^\s<>"]+)">\s*(?=<param|</function>)', starts="",
