@@ -36,8 +36,11 @@ BatchingMode = Literal["continuous", "static", "sequential"]
 StaticOrder = Literal["arrival", "prompt_length"]
 Quantization = Literal["int8", "int4"]
 ToolParser = Literal[
-    "hermes", "mistral", "deepseek", "nemotron", "apriel", "functionary-v3.1", "functionary-v3.2",
-    "functools", "functiongemma", "gemma4", "json", "pythonic",
+    "hermes", "mistral", "deepseek", "nemotron", "apriel", "functionary-v3.1",
+    "functionary-v3.2", "functools", "functiongemma", "gemma4", "seed-oss", "qwen3-coder",
+    "glm", "hunyuan", "hunyuan-v3", "minimax-m2", "minimax-m3", "deepseek-v3.2", "deepseek-v4",
+    "minicpm5", "muse", "kimi-k3", "harmony", "kimi-k2", "solar", "apertus", "command-a",
+    "phi4", "gigachat", "lfm2", "olmo3", "llama4", "json", "pythonic",
 ]  # fmt: skip
 """The names of `text.tools.formats`."""
 BATCHING_MODES: tuple[str, ...] = get_args(BatchingMode)

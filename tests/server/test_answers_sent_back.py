@@ -13,7 +13,7 @@ from infer.server.openai.chat import ChatBody, plain_messages
 from infer.text.answer_parser import forced_format, parser_for
 from infer.text.chat_template import ChatTemplate
 from infer.text.tools.call import ToolCall
-from infer.text.tools.formats import FORMATS, ToolFormat
+from infer.text.tools.formats import FORMATS, ToolFormat, thoughts_in
 from infer.text.tools.tool_use import find_tool_use
 from tests.server.test_tool_loops import NO_TOOLS, WEATHER, saying, tokenizer_of
 from tests.support.serving import CHAT, App, ask, chat_body, spelled, with_app
@@ -178,4 +178,7 @@ def test_the_prompt_has_what_was_cut(tmp_path: Path) -> None:
 
 def test_a_parser_without_thoughts_is_made_of_any_template() -> None:
     for source in TEMPLATES.values():
-        assert parser_for(source, None, prompt_end="").push("Hi", end=True).content == "Hi"
+        assert (
+            parser_for(thoughts_in(source), None, prompt_end="").push("Hi", end=True).content
+            == "Hi"
+        )

@@ -283,7 +283,7 @@ def test_reasoning_effort_goes_to_a_template_that_reads_it(tmp_path: Path) -> No
             return str(prompt).rpartition("<assistant>")[2]
 
         assert end_of() == ""
-        assert end_of(reasoning_effort="low") == "[low]"
+        assert end_of(reasoning_effort="low") == "[low]<True>"
         assert end_of(reasoning_effort="none") == "[none]<False>"
         own = {"reasoning_effort": "high", "enable_thinking": True}
         assert end_of(reasoning_effort="none", chat_template_kwargs=own) == "[high]<True>"

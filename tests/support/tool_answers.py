@@ -16,19 +16,21 @@ from infer.text.tools.formats import (
     FUNCTOOLS,
     GEMMA,
     GEMMA4,
+    HARMONY,
     HERMES,
     MISTRAL,
     NEMOTRON,
     PYTHONIC,
     ToolFormat,
 )
+from infer.text.tools.harmony import HarmonyParser
 
 NAMES = ("f", "g", "get-weather", "weather.now")
 
 
 def told_apart(pieces: Iterable[str], tools: ToolFormat | None, **options: Any) -> Parts:
     """The parts that a parser finds in an answer that comes in these pieces."""
-    parser = AnswerParser(tools, **{"thinks": True, **options})
+    parser = parser_of(tools, **options)
     *before, last = [*pieces] or [""]
     given = [*map(parser.push, before), parser.push(last, end=True)]
     return Parts(
@@ -36,6 +38,13 @@ def told_apart(pieces: Iterable[str], tools: ToolFormat | None, **options: Any) 
         "".join(parts.content for parts in given),
         tuple(joined(given)),
     )
+
+
+def parser_of(tools: ToolFormat | None, **options: Any) -> AnswerParser | HarmonyParser:
+    """The parser of a format's answers."""
+    if tools is HARMONY:
+        return HarmonyParser(calls=True)
+    return AnswerParser(tools, **{"thinks": True, **options})
 
 
 def joined(given: Iterable[Parts]) -> list[ToolCall]:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from infer.text.answer_parser import AnswerParser, Parts, forced_format
+from infer.text.answer_parser import Parts, forced_format
 from infer.text.tools.formats import FORMATS, MISTRAL, TAGGED, ToolFormat
-from tests.support.tool_answers import NAMES, call, calls, joined, told_apart
+from tests.support.tool_answers import NAMES, call, calls, joined, parser_of, told_apart
 
 ATOMS = (
     "a", "ü", "😀", '"', "'", "\\", "\n", "</", "<", ">", "{", "}", "[", "]", ",", ":", "```", "<|",
@@ -24,7 +24,7 @@ def test_arguments_come_as_they_are_written(way: ToolFormat) -> None:
     text = way.write([long])
     is_forced = way is forced_format(MISTRAL)
     names = {"f": {"type": "object", "properties": {"note": {"type": "string"}}}}
-    parser = AnswerParser(way, thinks=True, names=names, forced=is_forced)
+    parser = parser_of(way, names=names, forced=is_forced)
     pieces = [text[at : at + 7] for at in range(0, len(text), 7)]
     given = [parser.push(piece) for piece in pieces]
     assert sum(1 for parts in given if parts.calls or parts.more) > 80
@@ -85,7 +85,7 @@ def check_splits(draw: random.Random, way: ToolFormat, text: str) -> None:
             places = list(range(1, len(text)))
         cuts = zip([0, *places], [*places, len(text)], strict=True)
         pieces = [text[start:stop] for start, stop in cuts]
-        parser = AnswerParser(way, thinks=True, names=NAMES)
+        parser = parser_of(way, names=NAMES)
         given, found = list[Parts](), list[str]()
         for i, piece in enumerate(pieces):
             given.append(parser.push(piece, end=i == len(pieces) - 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from infer.text.answer_parser import AnswerParser
 from infer.text.tools.formats import FORMATS, format_named
 from infer.text.tools.parameter_types import json_of, types_of
-from infer.text.tools.tagged_calls import FAMILIES
-from tests.support.tool_answers import call, joined, told_apart
+from infer.text.tools.tagged_calls import FAMILIES, TaggedText
+from tests.support.tool_answers import call, told_apart
 
 PROPERTIES: dict[str, Any] = {
     "text": {"type": "string"},
@@ -68,7 +69,8 @@ VALUES = [
 
 @pytest.mark.parametrize(("key", "text", "expected"), VALUES, ids=str)
 def test_a_value_has_the_type_of_its_schema(key: str, text: str, expected: str) -> None:
-    written = f"<tool_call>\n<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    written = f"<tool_call>\n<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n"
+    written += "</tool_call>"
     for pieces in ([written], list(written)):
         found = told_apart(pieces, QWEN, names=TOOLS)
         assert [one.arguments for one in found.calls] == [f'{{"{key}": {expected}}}']
@@ -106,9 +108,10 @@ def test_parameters_come_in_any_order_and_may_be_none(family: Any) -> None:
 
 
 def test_a_parameter_may_come_twice() -> None:
-    text = "<tool_call><function=f><parameter=count>1</parameter><parameter=count>2</parameter></function></tool_call>"
-    [one] = told_apart([text], QWEN, names=TOOLS).calls
-    assert json.loads(one.arguments) == {"count": 2}
+    one, other = (f"<parameter=count>{n}</parameter>" for n in (1, 2))
+    text = f"<tool_call><function=f>{one}{other}</function></tool_call>"
+    [made] = told_apart([text], QWEN, names=TOOLS).calls
+    assert json.loads(made.arguments) == {"count": 2}
 
 
 LEFT_OUT = {
@@ -168,13 +171,19 @@ def test_the_work_is_linear_in_the_text(family: Any, key: str) -> None:
     way = format_named(family.name)
     value = "<b>x</b>\n" * 2000 if key == "text" else ["<b>x</b>\n"] * 2000
     written = way.write([call("f", **{key: value})])
-    parser, given, most = AnswerParser(way, thinks=False, names=TOOLS), [], 0
-    for at in range(0, len(written), 5):
-        given.append(parser.push(written[at : at + 5]))
-        most = max(most, len(parser._held))
-    given.append(parser.push("", end=True))
-    assert joined(given) == [call("f", **{key: value})]
-    assert most < 400
+    assert list(told_apart([written], way, names=TOOLS).calls) == [call("f", **{key: value})]
+    head = re.search(family.call, written) or re.match(family.call, written.partition('"')[2])
+    assert head is not None
+    rest = written[written.index(head[0]) + len(head[0]) :]
+    reader, held, given = TaggedText(family, SCHEMA), "", list[str]()
+    for at in range(0, len(rest), 5):
+        held += rest[at : at + 5]
+        piece = reader.read(held, end=False)
+        held, given = held[piece.size :], [*given, piece.json] if piece.json else given
+        assert len(held) < 400
+        if piece.state == "whole":
+            break
+    assert json.loads("".join(given)) == {key: value}
 
 
 def test_types() -> None:
@@ -189,6 +198,7 @@ def test_types() -> None:
         "string",
         "null",
     }
+    broken: Any
     for broken in (
         {"properties": []},
         {"properties": {"a": 5}},

@@ -29,6 +29,7 @@ from infer.text.tools.formats import (
     ToolFormat,
     format_named,
     format_that_reads,
+    thoughts_in,
 )
 from tests.support.cases import timed
 from tests.support.tool_answers import (
@@ -190,18 +191,18 @@ def test_long_answers_are_not_read_again_with_each_piece(
 
 
 def test_mistral_thinks_in_other_marks() -> None:
-    parser = parser_for("{% x %}[THINK]…[/THINK]", MISTRAL, prompt_end="[/INST]")
+    parser = parser_for(thoughts_in("{% x %}[THINK]…[/THINK]"), MISTRAL, prompt_end="[/INST]")
     given = parser.push("[THINK]hm[/THINK]yes[TOOL_CALLS]f[ARGS]{}", end=True)
     assert given == Parts("hm", "yes", (call(),))
 
 
 def test_a_prompt_may_have_begun_the_reasoning() -> None:
     template = "<think>{{ x }}</think>"
-    parser = parser_for(template, None, prompt_end="<|assistant|>\n<think>\n")
+    parser = parser_for(thoughts_in(template), None, prompt_end="<|assistant|>\n<think>\n")
     assert parser.push("\nhm</think>\nyes") == Parts("hm", "yes")
-    parser = parser_for(template, None, prompt_end="<think>\n\n</think>\n\n")
+    parser = parser_for(thoughts_in(template), None, prompt_end="<think>\n\n</think>\n\n")
     assert parser.push("hm").content == "hm"
-    parser = parser_for("no such thing", None, prompt_end="<think>")
+    parser = parser_for(None, None, prompt_end="<think>")
     assert parser.push("<think>hm").content == "<think>hm"
 
 
@@ -216,7 +217,7 @@ def test_a_prompt_may_have_begun_the_reasoning() -> None:
     ],
 )
 def test_a_prompt_may_have_begun_a_section(text: str, expected: Parts) -> None:
-    parser = parser_for("", FUNCTIONARY_32, prompt_end="<|end_header_id|>\n\n>>>", names=NAMES)
+    parser = parser_for(None, FUNCTIONARY_32, prompt_end="<|end_header_id|>\n\n>>>", names=NAMES)
     assert parser.push(text, end=True) == expected
     for cut in range(len(text)):
         pieces = [text[:cut], text[cut:]]

@@ -61,7 +61,7 @@ def test_what_a_loaded_family_answers_is_taken_back(name: str) -> None:
         if prompt.rstrip().endswith("<think>"):
             text = f"hm\n</think>\n\n{text}"
         parser = parser_for(
-            shown.source, use.format, prompt_end=prompt[-40:], names=["weather"], forced=False
+            shown.thoughts, use.format, prompt_end=prompt[-40:], names=["weather"], forced=False
         )
         parts = parser.push(text, end=True)
         assert not parts.content
@@ -187,3 +187,19 @@ def test_a_further_turn_changes_nothing_before_it() -> None:
     print(f"{num_turns} turns")
     assert not failed
     assert num_turns > 700
+
+
+UNKNOWN = ("llama.cpp/CohereForAI-c4ai-command-r-plus-tool_use",)
+"""Templates that write calls in a format that is not in the table."""
+
+
+def test_every_template_that_writes_calls_has_a_known_format() -> None:
+    names, unknown = set[str](), []
+    for name, shown in loadable():
+        use = find_tool_use(shown)
+        if shown.abilities.calls is not None and not use.is_known:
+            unknown.append(name)
+        names.add(use.format.name)
+    print(f"{len(names)} formats")
+    assert tuple(unknown) == UNKNOWN
+    assert len(names) > 25

@@ -312,7 +312,8 @@ def test_a_late_system_message_stands_at_its_place(name: str) -> None:
 
 def test_a_reminder_is_marked_once_and_an_empty_one_is_none() -> None:
     marked = "<system-reminder>be quick</system-reminder>"
-    late = [{"role": "system", "content": c} for c in (marked, " ", "", [])]
+    contents: list[Any] = [marked, " ", "", []]
+    late = [{"role": "system", "content": content} for content in contents]
     text = template(REFUSES_LATE).render([QUESTION, *late])
     assert text == f"<user>Weather?<user>{marked}<assistant>"
 

@@ -12,38 +12,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from infer.text.grammars.compiler import JSON_OPTIONS
 from infer.text.tools.bare_calls import bare_calls
-from infer.text.tools.call import Reading
+from infer.text.tools.call import Block, Reading
+from infer.text.tools.call import Parts as Parts
 from infer.text.tools.call import ToolCall as ToolCall
 from infer.text.tools.formats import BARE as BARE
 from infer.text.tools.formats import GEMMA as GEMMA
 from infer.text.tools.formats import GEMMA4 as GEMMA4
+from infer.text.tools.formats import HARMONY, HARMONY_THOUGHTS, THOUGHTS, Names, Thoughts
 from infer.text.tools.formats import HERMES as HERMES
-from infer.text.tools.formats import THOUGHTS, Names, Thoughts, thoughts_in
 from infer.text.tools.formats import ToolFormat as ToolFormat
+from infer.text.tools.harmony import HarmonyParser
 from infer.text.tools.json_calls import BracketEnd, write_json
 from infer.types.grammar import Grammar
 
 MAX_FORCED_CALLS = 8
 """Maximum number of calls in an answer that a grammar enforces."""
 _MAX_STEP_CHARS = 4096
+_MAX_TAIL_CHARS = 128
 _CALL_HEAD = '{"name": '
-
-
-class Parts(NamedTuple):
-    """The parts of an answer that a piece of text has added."""
-
-    reasoning: str = ""
-    """Further text of the reasoning."""
-    content: str = ""
-    """Further text of the content."""
-    calls: tuple[ToolCall, ...] = ()
-    """Calls that have begun, with their arguments so far."""
-    more: str = ""
-    """Further arguments of the call that was the last one before these."""
 
 
 def forced_format(way: ToolFormat | None) -> ToolFormat:
@@ -170,6 +160,10 @@ class AnswerParser:
         self._before = ""
         """White space and mark before the block of calls that is being read."""
         self._reading: Reading | None = None
+        self._in_thought = self._is_in_calls = False
+        """Whether the block is inside of reasoning that has not been closed."""
+        self._tail = ""
+        """The end of the reasoning so far."""
         self._trim = inside
         self._state = "reasoning" if inside else "begin" if thinks else "first"
         self._reasoning: list[str] = []
@@ -209,7 +203,8 @@ class AnswerParser:
                 return False
             self._state = "first"
         if self._state == "reasoning":
-            return self._read_until_mark([self._thoughts.closing], self._reasoning, end)
+            inside = () if tools is None or tools.is_bare or self._forced else tools.openings
+            return self._read_until_mark([self._thoughts.closing, *inside], self._reasoning, end)
         if self._state == "first":
             self._state = "content"
             if tools is not None and tools.is_bare:
@@ -228,6 +223,11 @@ class AnswerParser:
     def _read_block(self, end: bool) -> bool:
         assert self._reading is not None
         block = self._reading.read(self._held, end=end)
+        if self._in_thought and not self._is_in_calls and self._is_no_call(block):
+            # What follows the mark is reasoning, and may close it.
+            self._output(self._reasoning, self._before)
+            self._state = "reasoning"
+            return True
         if block is None:
             return False
         calls, rest = block.calls, self._held[block.size :]
@@ -237,14 +237,26 @@ class AnswerParser:
             if cut or (cut is not None and self._has_called):
                 calls, rest = cut, ""
         if calls is None:
-            self._output(self._content, self._before + self._held[: block.size])
-            self._state, self._held = "content", rest
+            given = self._reasoning if self._in_thought else self._content
+            self._output(given, self._before + self._held[: block.size])
+            self._state, self._held = "reasoning" if self._in_thought else "content", rest
             return bool(rest)
+        self._is_in_calls = True
         self._add_arguments(block.more)
         self._calls += calls
         self._has_called = True
-        self._enter("block" if block.is_open else "content", rest)
+        after = "reasoning" if self._in_thought else "content"
+        self._enter("block" if block.is_open else after, rest)
         return bool(rest)
+
+    def _is_no_call(self, block: Block | None) -> bool:
+        """Whether a mark inside of reasoning begins no call, as far as it has been read."""
+        if block is None:
+            is_long = len(self._held) > _MAX_STEP_CHARS
+            return is_long or self._thoughts.closing in self._held
+        names = self._names
+        calls = block.calls or ()
+        return block.calls is None or any(names and call.name not in names for call in calls)
 
     def _add_arguments(self, more: str) -> None:
         if self._calls:
@@ -256,14 +268,18 @@ class AnswerParser:
     def _read_until_mark(self, marks: list[str], given: list[str], end: bool) -> bool:
         """Output the text before the first of the marks, without the white space around it."""
         held = self._held
-        found = min(((at, mark) for mark in marks if (at := held.find(mark)) >= 0), default=None)
+        found = min(
+            ((at, mark) for mark in marks if (at := self._place_of(mark)) >= 0), default=None
+        )
         if found is not None:
             at, mark = found
             before = held[:at].rstrip()
             self._output(given, before)
-            if self._state == "reasoning":
+            if self._state == "reasoning" and mark == self._thoughts.closing:
                 self._enter("first", held[at + len(mark) :])
             else:
+                self._in_thought = self._state == "reasoning"
+                self._is_in_calls = False
                 assert self._tools is not None
                 self._before = held[len(before) : at] + mark
                 self._reading = self._tools.openings[mark](self._names)
@@ -281,6 +297,23 @@ class AnswerParser:
         self._output(given, held)
         self._held = self._held[len(held) :]
         return False
+
+    def _place_of(self, mark: str) -> int:
+        """The place of a mark in the held text, -1 if there is none.
+
+        Inside of reasoning a call begins at a line's start; elsewhere its mark is only mentioned.
+        """
+        held, at = self._held, self._held.find(mark)
+        if self._state != "reasoning" or mark == self._thoughts.closing or self._tools is None:
+            return at
+        while at >= 0:
+            before = (self._tail + held[:at]).rstrip(" \t")
+            is_line = before.endswith("\n") or not before
+            # A mark that only was mentioned may be followed by the rest of an example.
+            if is_line and not before.rstrip().endswith(tuple(self._tools.openings)):
+                return at
+            at = held.find(mark, at + 1)
+        return -1
 
     def _ends_in_cut_call(self, held: str, mark: str) -> bool:
         """Whether a forced call was cut off within its opening mark and its tool is known."""
@@ -301,31 +334,36 @@ class AnswerParser:
 
     def _enter(self, state: str, rest: str) -> None:
         self._state, self._held, self._trim, self._before = state, rest, True, ""
+        self._tail = ""
 
     def _output(self, given: list[str], text: str) -> None:
         if self._trim:
             text = text.lstrip()
             self._trim = not text
         given.append(text)
+        if given is self._reasoning:
+            self._tail = (self._tail + text)[-_MAX_TAIL_CHARS:]
 
 
 def parser_for(
-    template: str,
+    thoughts: Thoughts | None,
     tools: ToolFormat | None,
     *,
     prompt_end: str,
     names: Names = None,
     forced: bool = False,
-) -> AnswerParser:
-    """The parser of an answer to a prompt that the chat template `template` has rendered.
+) -> AnswerParser | HarmonyParser:
+    """The parser of an answer to a prompt whose chat template has these marks of reasoning.
 
     `prompt_end`: the last characters of the prompt. The other arguments are `AnswerParser`'s.
     """
-    thoughts, prompt_end = thoughts_in(template), prompt_end.rstrip()
+    if tools is HARMONY or (tools is None and thoughts == HARMONY_THOUGHTS):
+        return HarmonyParser(calls=tools is not None, prompt_end=prompt_end)
+    prompt_end = prompt_end.rstrip()
     return AnswerParser(
         tools,
         thinks=thoughts is not None,
-        inside=thoughts is not None and prompt_end.endswith(thoughts.opening),
+        inside=thoughts is not None and thoughts.are_opened_by(prompt_end),
         thoughts=thoughts or THOUGHTS[0],
         names=names,
         opened=bool(tools and tools.prompt_opens and prompt_end.endswith(tools.prompt_opens)),

@@ -21,7 +21,8 @@ from infer.errors import LoadError, OverloadedError, RequestError
 from infer.text.control_text import free_noncharacters
 from infer.text.role_order import in_order
 from infer.text.template_probes import find_abilities
-from infer.text.tools.formats import ToolFormat
+from infer.text.thinking_switches import switches
+from infer.text.tools.formats import ToolFormat, thoughts_in
 from infer.text.tools.tool_messages import adapted
 from infer.text.untrusted.template_renderer import CANNOT, Rendered, TemplateRenderer
 from infer.text.untrusted.workers import Answer, Steps, UntrustedWorkers, run_steps
@@ -78,6 +79,8 @@ class ChatTemplate:
             self.workers = _compiling_workers(source)
         self.abilities = find_abilities(self._render_probe, self._words)
         """What the template supports (tools, parts, …), as probes have found out."""
+        self.thoughts = self.abilities.thoughts or thoughts_in(source)
+        """Marks around the model's reasoning; None: the template has none."""
 
     def _render_probe(self, messages: Sequence[dict[str, Any]], variables: dict[str, Any]) -> str:
         fixed = {"messages": list(messages), "add_generation_prompt": False}
@@ -113,7 +116,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **extra: Any,
     ) -> Steps[str]:
-        """The prompt as text. `extra`: further variables of the template.
+        """The prompt as text. `extra`: further variables of the template; those that say whether
+        and how long a model thinks are given under the names that the template reads.
 
         Entries of a message that are None count as absent. The role "developer" is a newer name of
         "system". Messages are brought into an order that the template takes (`text.role_order`).
@@ -143,9 +147,10 @@ class ChatTemplate:
         if continue_final_message:
             (mark,) = free_noncharacters([turns, tools, extra, self.source], 1)
             _tag_final(turns[-1], mark)
-        variables = self._common_variables() | {
-            name: _plain(value, name) for name, value in extra.items()
-        }
+        extra = switches(
+            {n: _plain(value, n) for n, value in extra.items()}, self.source, self._words
+        )
+        variables = self._common_variables() | extra
         variables |= {"messages": turns, "add_generation_prompt": add_generation_prompt, **shown}
         try:
             text = yield from self._rendered(variables, MAX_RENDER_S, MAX_RENDERED_CHARS)

@@ -244,8 +244,9 @@ def _one_answer(one: Message, other: Message) -> Message:
         if name in one and name in other:
             made[name] = _joined([_plain_text(one[name]), _plain_text(other[name])])
     calls = [one.get("tool_calls"), other.get("tool_calls")]
-    if all(isinstance(each, list) for each in calls):
-        made["tool_calls"] = [call for each in calls for call in each]
+    lists = [each for each in calls if isinstance(each, list)]
+    if len(lists) == len(calls):
+        made["tool_calls"] = [call for each in lists for call in each]
     return made
 
 

@@ -13,13 +13,19 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.errors import RequestError
 from infer.text.role_order import OrderProbes, RoleOrder
 from infer.text.tools.call import ToolCall
-from infer.text.tools.formats import ToolFormat, format_that_reads
+from infer.text.tools.formats import (
+    KIMI,
+    Thoughts,
+    ToolFormat,
+    format_that_reads,
+    thoughts_around,
+)
 
 Render = Callable[[Sequence[dict[str, Any]], dict[str, Any]], str]
 """Function (messages, variables of the template) → prompt, which may raise `RequestError`."""
@@ -35,6 +41,7 @@ Published templates need a hundredth of it.
 """
 _MAX_PROBED_CHARS = 100_000
 _NAME, _KEY, _VALUE = "probe_function", "probe_argument", "probe-value"
+_THOUGHT = "probe-thought"
 _QUESTION, _SAID, _RESULT = "probe-question", "probe-said", "probe-result"
 _CALL = ToolCall(_NAME, json.dumps({_KEY: _VALUE}))
 _BROKEN = f'{{"{_KEY}": "probe-bro'
@@ -62,8 +69,9 @@ class CallStyle:
     """Whether the template renders calls of a message that also has text."""
     arguments_are_text: bool
     """Whether arguments must be JSON text instead of an object."""
-    short_ids: bool
-    """Whether ids must have nine characters."""
+    ids: str
+    """Form of ids: "own" (any), "short" (nine characters), or "named" (Kimi K2's, in which the
+    function is named)."""
     one_at_a_time: bool
     """Whether a message may have only one call."""
     takes_broken: bool = False
@@ -98,6 +106,8 @@ class Abilities:
     """Whether the template renders messages with the role `tool`."""
     format: ToolFormat | None
     """Format in which the template renders calls; None: it renders none or in an unknown one."""
+    thoughts: Thoughts | None = None
+    """Marks between which the template renders reasoning; None: it renders none."""
     no_text: str = ""
     """Content of an answer without text and calls: "", or what the template takes instead."""
 
@@ -116,8 +126,8 @@ def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
     # The text of the part must occur, and not the list itself as Python or JSON.
     takes_parts = part["text"] in parts and "'text'" not in parts and '"text"' not in parts
     result: Message = {"role": "tool", "content": _RESULT, "tool_call_id": _ID, "name": _NAME}
-    if style is not None and style.short_ids:
-        result["tool_call_id"] = short_id(_ID)
+    if style is not None:
+        result["tool_call_id"] = _id_in_style(_ID, style)
     made = [_message(style, _ID)] if style else [{"role": "assistant", "content": _SAID}]
     wants_parts = takes_parts and _QUESTION not in probes.shown([question], {})
     takes_results = _RESULT in probes.shown([question, *made, result], tools)
@@ -145,6 +155,7 @@ def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
         calls=style,
         takes_results=takes_results,
         format=way,
+        thoughts=_thoughts(probes, question, style, tools),
         no_text=_no_text(probes, question),
     )
 
@@ -212,10 +223,10 @@ def _call_style(
     plain = probes.shown([question, said], tools)
     head = _text_after(_QUESTION, plain).partition(_SAID)[0]
     shown: CallStyle | None = None
-    for is_short, is_text in itertools.product((False, True), (False, True)):
+    for ids, is_text in itertools.product(("own", "short", "named"), (False, True)):
         read: list[tuple[int, int, CallStyle, ToolFormat]] = []
         for i, content in enumerate(("", None, ABSENT)):
-            style = CallStyle(content, True, is_text, is_short, False)
+            style = CallStyle(content, True, is_text, ids, False)
             text = _text_after(_QUESTION, probes.shown([question, _message(style, _ID)], tools))
             if not all(word in text for word in (_NAME, _KEY, _VALUE)):
                 continue
@@ -227,8 +238,22 @@ def _call_style(
                 shown = style
         if read:  # a longer text has the word None in it, or an empty answer after the call
             _, _, style, way = min(read, key=lambda one: one[:2])
+            if way is KIMI:  # results are shown with the ids
+                style = replace(style, ids="named")
             return _refined(probes, question, tools, style), way
     return (None if shown is None else _refined(probes, question, tools, shown)), None
+
+
+def _thoughts(
+    probes: _Probes, question: Message, style: CallStyle | None, tools: dict[str, Any]
+) -> Thoughts | None:
+    """The marks around the reasoning of an answer, or of a call, beside which more templates
+    render it."""
+    thought = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT, "reasoning": _THOUGHT}
+    answers: list[Message] = [{"role": "assistant", "content": _SAID}]
+    answers += [_message(style, _ID)] if style else []
+    shown = (probes.shown([question, {**answer, **thought}], tools) for answer in answers)
+    return next(filter(None, (thoughts_around(_THOUGHT, text) for text in shown)), None)
 
 
 def _no_text(probes: _Probes, question: Message) -> str:
@@ -257,17 +282,28 @@ def _refined(
         style.content,
         takes_content=_VALUE in text,
         arguments_are_text=style.arguments_are_text,
-        short_ids=style.short_ids,
+        ids=style.ids,
         one_at_a_time=both.count(_VALUE) < 2,
         takes_broken=_BROKEN in as_it_is,
     )
+
+
+def _id_in_style(call_id: str, style: CallStyle) -> str:
+    if style.ids == "named":
+        return named_id(_NAME, int(call_id[-1]))
+    return short_id(call_id) if style.ids == "short" else call_id
+
+
+def named_id(name: str, number: int) -> str:
+    """The id of a call of a function in Kimi K2's form; `number`: its place among all calls."""
+    return f"functions.{name}:{number}"
 
 
 def _message(style: CallStyle, call_id: str) -> Message:
     """A message with the test call in this style."""
     arguments = _CALL.arguments if style.arguments_are_text else json.loads(_CALL.arguments)
     call = {
-        "id": short_id(call_id) if style.short_ids else call_id,
+        "id": _id_in_style(call_id, style),
         "type": "function",
         "function": {"name": _NAME, "arguments": arguments},
     }

@@ -23,7 +23,6 @@ from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.control_text import ControlText, sealed_names, sealed_tokenizer
 from infer.text.detokenizer import IncrementalDetokenizer, make_detokenizer, pieces_for
 from infer.text.library_tokenizer import end_token_ids, library_tokenizer
-from infer.text.tools.formats import thoughts_in
 from infer.text.tools.tool_use import ToolUse, find_tool_use
 from infer.text.untrusted.workers import Steps, run_steps
 
@@ -75,7 +74,9 @@ class Tokenizer:
         self.tool_use: ToolUse | None = None
         """How tools are described to the model and called; None: there is no chat template."""
         if self.tool_template is not None:
-            self.tool_use = find_tool_use(self.tool_template, files.tool_parser)
+            self.tool_use = find_tool_use(
+                self.tool_template, files.tool_parser, {token.content for token in added.values()}
+            )
 
         # An end-of-sequence token is a control token even if the files do not mark it as special.
         control_ids = self.special_token_ids | added.keys() & set(self.eos_token_ids)
@@ -197,13 +198,13 @@ class Tokenizer:
         """The marks of thoughts that an answer to this prompt may have before its text, as the chat
         template has them; the opening one is empty where the prompt has written it. None: the model
         does not think, or the prompt has ended the thoughts. See `Request.thoughts`."""
-        marks = thoughts_in(self.tool_template.source) if self.tool_template else None
+        marks = self.tool_template.thoughts if self.tool_template else None
         if marks is None:
             return None
         end = self.decode(prompt[-16:], skip_special_tokens=False).rstrip()
         if end.endswith(marks.closing):
             return None
-        return ("" if end.endswith(marks.opening) else marks.opening, marks.closing)
+        return ("" if marks.are_opened_by(end) else marks.opening, marks.closing)
 
     def special_ids_of(self, marks: Iterable[str]) -> tuple[int, ...]:
         """The sorted ids of those `marks` that are special tokens."""

@@ -53,7 +53,7 @@ from infer.server.openai.truncation import Dropped
 from infer.server.openai.typed_events import TypedEvents
 from infer.text import answer_parser
 from infer.text.reasoning_tokens import ThoughtTokens
-from infer.text.tools.formats import ToolFormat, thoughts_in
+from infer.text.tools.formats import ToolFormat
 from infer.text.untrusted.workers import Steps
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
 from infer.types.grammar import Grammar
@@ -293,8 +293,8 @@ def tool_warning(engine: AsyncLLM, wire: ChatBody) -> str | None:
 def _parsed_token_ids(engine: AsyncLLM, wire: ChatBody) -> tuple[int, ...]:
     """The special tokens that the parser of the answer must see as text."""
     template, way = engine.tokenizer.tool_template, _tool_format(engine, wire)
-    thoughts = thoughts_in(template.source) if template else None
-    marks = (*(thoughts or ()), *(way.all_marks if way else ()))
+    thoughts = template.thoughts if template else None
+    marks = (*(thoughts.marks if thoughts else ()), *(way.all_marks if way else ()))
     return engine.tokenizer.special_ids_of(marks) if wire.skip_special_tokens else ()
 
 
@@ -336,11 +336,11 @@ class ChatReader:
     def __init__(self, engine: AsyncLLM, wire: ChatBody, requests: Sequence[Request]) -> None:
         """`requests`: one for each choice."""
         template, tokenizer = engine.tokenizer.tool_template, engine.tokenizer
-        source = template.source if template else ""
+        marks = template.thoughts if template else None
         prompt_end = _prompt_end(engine, requests[0].prompt_token_ids)
         thoughts: list[ThoughtTokens] = []
-        if marks := thoughts_in(source):
-            inside = prompt_end.rstrip().endswith(marks.opening)
+        if marks is not None:
+            inside = marks.are_opened_by(prompt_end)
             thoughts = [ThoughtTokens(tokenizer, marks, inside=inside) for _ in requests]
         self.usage = TokenUsage(requests, wire.n, thoughts, more=wire.dropped.usage)
         functions = [tool["function"] for tool in wire.forced_tools or wire.shown_tools]
@@ -348,7 +348,7 @@ class ChatReader:
         tools, forced = _tool_format(engine, wire), bool(wire.forced_tools)
         self._parsers = [
             answer_parser.parser_for(
-                source, tools, prompt_end=prompt_end, names=names, forced=forced
+                marks, tools, prompt_end=prompt_end, names=names, forced=forced
             )
             for _ in requests
         ]

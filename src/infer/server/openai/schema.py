@@ -122,6 +122,17 @@ def _variables(value: Any) -> dict[str, Any]:
     return value
 
 
+def _thinking(value: Any) -> bool | None:
+    """Whether to think, from a boolean or an object with a `type`; None: as the model does."""
+    if isinstance(value, bool):
+        return value
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("enabled", "disabled", "adaptive", "auto"):
+        words = "{'type': 'enabled', 'disabled' or 'adaptive'}"
+        raise RequestError(f"thinking must be true, false or {words}")
+    return None if kind in ("adaptive", "auto") else kind == "enabled"
+
+
 def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
     """A list of definitions or calls of functions, checked for its shape. Tools may also be of
     other kinds, which nobody but their owner can run: they are not shown to the model."""
@@ -545,7 +556,11 @@ class Conversation(Body):
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], plain(_variables, dict[str, Any])] = Field({})
     reasoning_effort: Effort | None = None
-    """variable for templates that read it; `none` also sets `enable_thinking=False`"""
+    """how long to think; each template gets it under the names and with the values that it reads"""
+    enable_thinking: bool | None = None
+    """whether to think; each template gets it under the name that it reads"""
+    thinking: Annotated[bool | None, plain(_thinking, bool | Object)] = None
+    """another form of `enable_thinking`: `{"type": "enabled"}`, `disabled` or `adaptive`"""
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -554,12 +569,10 @@ class Conversation(Body):
         begin = self.add_generation_prompt
         if begin is None:
             begin = not self.continue_final_message
-        effort: dict[str, Any] = {}
-        if self.reasoning_effort is not None:
-            effort["reasoning_effort"] = self.reasoning_effort
-        if self.reasoning_effort == "none":
-            effort["enable_thinking"] = False
-        arguments = {**effort, **self.chat_template_kwargs, "add_generation_prompt": begin}
+        on = self.thinking if self.enable_thinking is None else self.enable_thinking
+        said = {"reasoning_effort": self.reasoning_effort, "enable_thinking": on}
+        given = {name: value for name, value in said.items() if value is not None}
+        arguments = {**given, **self.chat_template_kwargs, "add_generation_prompt": begin}
         if self.continue_final_message:
             arguments["continue_final_message"] = True
         if tools := [tool for tool in self.shown_tools if not tool.get("defer_loading")]:

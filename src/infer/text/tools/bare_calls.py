@@ -33,6 +33,7 @@ _FENCED = re.compile(r"```([a-z_]*)[ \t]*\n")
 _BEHIND = "{[;,`<"
 
 
+_LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_")
 _FENCE = rf"```(?:{'|'.join(FENCES)})[ \t]*\n\s*"
 
 
@@ -42,12 +43,11 @@ def _json_tail(head: re.Match[str]) -> Tail:
 
 
 def _python_tail(head: re.Match[str]) -> Tail:
-    letters = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz_")
     if head["fence"]:
-        return Tail((",", ";", "]"), "```", starts=letters)
+        return Tail((",", ";", "]"), "```", starts=_LETTERS)
     if head["list"]:
-        return Tail((",",), "]", starts=letters)
-    return Tail((",", ";"), starts=letters)
+        return Tail((",",), "]", starts=_LETTERS)
+    return Tail((",", ";"), starts=_LETTERS)
 
 
 def _syntaxes(begin: str) -> tuple[Syntax, Syntax]:
@@ -65,6 +65,13 @@ def _syntaxes(begin: str) -> tuple[Syntax, Syntax]:
 def read_keywords(schema: Schema | None) -> PythonText:
     """The reader of a Python call's arguments, whose values have types."""
     return PythonText()
+
+
+def python_until(closing: str) -> Syntax:
+    """Calls in Python, one, several or a list of them, up to a closing mark."""
+    tail = Tail((",", ";", "]"), closing, starts=_LETTERS)
+    head = re.compile(rf"\s*(?:\[\s*)?{python_calls.HEAD}")
+    return Syntax(head, lambda head: tail, read_keywords)
 
 
 _MARKED = _syntaxes(rf"(?P<fence>{_FENCE})?(?P<list>\[\s*)?")

@@ -25,6 +25,19 @@ class ToolCall(NamedTuple):
     """Arguments as the text of a JSON object."""
 
 
+class Parts(NamedTuple):
+    """The parts of an answer that a piece of text has added."""
+
+    reasoning: str = ""
+    """Further text of the reasoning."""
+    content: str = ""
+    """Further text of the content."""
+    calls: tuple[ToolCall, ...] = ()
+    """Calls that have begun, with their arguments so far."""
+    more: str = ""
+    """Further arguments of the call that was the last one before these."""
+
+
 class Block(NamedTuple):
     """A decision about the beginning of a text."""
 

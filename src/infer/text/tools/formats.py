@@ -32,10 +32,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from infer.text.tools import gemma_calls, named_calls
-from infer.text.tools.bare_calls import bare_calls
+from infer.text.tools import gemma_calls, harmony, named_calls
+from infer.text.tools.bare_calls import bare_calls, python_until, read_bare
 from infer.text.tools.call import Block, Parse, Reading, ToolCall, made_call
-from infer.text.tools.json_calls import BracketEnd, JsonList, in_json_string, read_json, write_json
+from infer.text.tools.json_calls import (
+    BracketEnd,
+    JsonList,
+    in_json_string,
+    read_json,
+    write_actions,
+    write_json,
+)
 from infer.text.tools.python_calls import read_python, write_python
 from infer.text.tools.streamed_calls import (
     JSON_LIST,
@@ -62,9 +69,41 @@ class Thoughts(NamedTuple):
     """Mark before the reasoning."""
     closing: str
     """Mark after the reasoning."""
+    special: tuple[str, ...] = ()
+    """Special tokens of which the marks consist, where they are none themselves."""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All marks, which a detokenizer must not leave out."""
+        return (self.opening, self.closing, *self.special)
+
+    def are_opened_by(self, prompt_end: str) -> bool:
+        """Whether a prompt with this end has begun the reasoning."""
+        return prompt_end.rstrip().endswith(self.opening.rstrip())
+
+    def are_around(self, word: str, text: str) -> bool:
+        """Whether a word in a text stands between the marks."""
+        before, found, after = text.partition(word)
+        return (
+            bool(found) and self.are_opened_by(before) and after.lstrip().startswith(self.closing)
+        )
 
 
-THOUGHTS = (Thoughts("<think>", "</think>"), Thoughts("[THINK]", "[/THINK]"))
+HARMONY_THOUGHTS = Thoughts("<|channel|>analysis<|message|>", "<|end|>", harmony.MARKS)
+"""The marks of harmony, whose answers have a parser of their own."""
+THOUGHTS = (
+    Thoughts("<think>", "</think>"),
+    Thoughts("[THINK]", "[/THINK]"),
+    Thoughts("<seed:think>", "</seed:think>"),
+    Thoughts("<mm:think>", "</mm:think>"),
+    Thoughts("<think:opensource>", "</think:opensource>"),
+    Thoughts("◁think▷", "◁/think▷"),
+    Thoughts("<|START_THINKING|>", "<|END_THINKING|>"),
+    Thoughts("<|inner_prefix|>", "<|inner_suffix|>"),
+    Thoughts("<|channel>thought\n", "<channel|>", ("<|channel>",)),
+    Thoughts("<|open|>think<|sep|>", "<|close|>think<|sep|>", ("<|open|>", "<|close|>", "<|sep|>")),
+    HARMONY_THOUGHTS,
+)
 """All known pairs of marks around reasoning."""
 
 
@@ -88,6 +127,9 @@ class ToolFormat:
     """Name of the arguments in a grammar that enforces calls."""
     prompt_opens: str = ""
     """Opening mark with which the prompt may end, so that the answer begins after it."""
+    reads: Parse | None = None
+    """Parser of whole answers by which the format of a template is found, where it has no marks of
+    calls."""
     own: Parse | None = None
     """Parser of calls without marks by which the format of a template is found."""
 
@@ -274,6 +316,113 @@ GEMMA4 = ToolFormat(
 )
 
 
+class Swallowed:
+    """Reads a mark that says nothing: it is left out, and what follows is content."""
+
+    def read(self, text: str, *, end: bool) -> Block | None:
+        """See `Reading`."""
+        return Block(0, ())
+
+
+def _swallowing(*marks: str) -> dict[str, Callable[[Names], Reading]]:
+    return {mark: lambda names: Swallowed() for mark in marks}
+
+
+def _json_behind(*openings: str) -> dict[str, Callable[[Names], Reading]]:
+    """Calls in JSON behind a mark, one or a list of them."""
+    return {
+        opening: lambda names: StreamedCalls([JSON_VALUE], JsonList(), names)
+        for opening in openings
+    }
+
+
+def _python_in(opening: str, closing: str) -> Mapping[str, Callable[[Names], Reading]]:
+    """Calls in Python or JSON between marks."""
+    return _enclosed(
+        opening,
+        closing,
+        lambda text: read_bare(text, marked=True),
+        python_until(closing),
+        json_until(closing),
+    )
+
+
+HARMONY = ToolFormat(
+    "harmony", {}, harmony.write_harmony, marks=harmony.MARKS, reads=harmony.read_harmony
+)
+KIMI = ToolFormat(
+    "kimi-k2",
+    _enclosed(
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", read_json, named_calls.KIMI
+    ),
+    named_calls.write_kimi,
+    marks=(
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ),
+)
+SOLAR = ToolFormat(
+    "solar",
+    _enclosed("<|tool_calls|>", "<|calls|>", read_json, named_calls.SOLAR),
+    named_calls.write_solar,
+    marks=(
+        "<|calls|>",
+        "<|tool_call:begin|>",
+        "<|tool_call:name|>",
+        "<|tool_call:args|>",
+        "<|tool_call:end|>",
+    ),
+)
+APERTUS = ToolFormat(
+    "apertus",
+    _enclosed(
+        "<|tools_prefix|>", "<|tools_suffix|>", named_calls.parse_members, named_calls.MEMBERS
+    ),
+    lambda calls: f"<|tools_prefix|>{named_calls.write_members(calls)}<|tools_suffix|>",
+    marks=("<|tools_suffix|>",),
+)
+COMMAND = ToolFormat(
+    "command-a",
+    _enclosed("<|START_ACTION|>", "<|END_ACTION|>", read_json),
+    lambda calls: f"<|START_ACTION|>{write_actions(calls)}<|END_ACTION|>",
+    marks=("<|END_ACTION|>",),
+)
+PHI4 = ToolFormat(
+    "phi4",
+    _json_behind("<|tool_call|>") | _swallowing("<|/tool_call|>"),
+    _list_in("<|tool_call|>", "<|/tool_call|>"),
+)
+GIGACHAT = ToolFormat(
+    "gigachat",
+    _json_behind("<|function_call|>", "<|message_sep|>\n\nfunction call<|role_sep|>\n"),
+    lambda calls: "".join(f"<|function_call|>{call}" for call in write_json(calls)),
+    marks=("<|message_sep|>", "<|role_sep|>"),
+)
+LFM2 = ToolFormat(
+    "lfm2",
+    _python_in("<|tool_call_start|>", "<|tool_call_end|>"),
+    lambda calls: f"<|tool_call_start|>{write_python(calls)}<|tool_call_end|>",
+    marks=("<|tool_call_end|>",),
+)
+OLMO = ToolFormat(
+    "olmo3",
+    _python_in("<function_calls>", "</function_calls>"),
+    lambda calls: (
+        f"<function_calls>{chr(10).join(write_python([c])[1:-1] for c in calls)}</function_calls>"
+    ),
+    marks=("</function_calls>",),
+)
+LLAMA4 = ToolFormat(
+    "llama4",
+    {**_python_in("<|python_start|>", "<|python_end|>"), **_json_behind("<|python_end|>")},
+    lambda calls: f"<|python_start|>{write_python(calls)}<|python_end|>",
+    marks=("<|python_end|>",),
+    is_bare=True,
+)
+
+
 def _tagged(family: Family) -> ToolFormat:
     """The format of a family whose calls are between tags; JSON between them is read, too."""
     closing, makes = family.closing, tagged_text(family)
@@ -297,7 +446,8 @@ TAGGED = tuple(map(_tagged, FAMILIES))
 """Formats whose calls are between tags."""
 FORMATS = (
     HERMES, MISTRAL, DEEPSEEK, NEMOTRON, APRIEL, FUNCTIONARY_31, FUNCTIONARY_32, FUNCTOOLS,
-    GEMMA, GEMMA4, *TAGGED, BARE, PYTHONIC,
+    GEMMA, GEMMA4, *TAGGED, HARMONY, KIMI, SOLAR, APERTUS, COMMAND, PHI4, GIGACHAT, LFM2, OLMO,
+    LLAMA4, BARE, PYTHONIC,
 )  # fmt: skip
 """All formats. Those without marks are last, so that they are searched for last."""
 GENERIC = HERMES
@@ -327,9 +477,30 @@ def format_marked_in(source: str) -> ToolFormat | None:
     return next((each for each in marked if any(mark in source for mark in each.openings)), None)
 
 
+def format_with_token(tokens: Collection[str]) -> ToolFormat | None:
+    """The format whose mark is one of these tokens, where it is the mark of one format only."""
+    marks = [mark for each in FORMATS for mark in each.openings]
+    return next(
+        (
+            each
+            for each in FORMATS
+            if any(mark in tokens and marks.count(mark) == 1 for mark in each.openings)
+        ),
+        None,
+    )
+
+
 def thoughts_in(source: str) -> Thoughts | None:
     """The marks of reasoning that occur in a template's source; None if there are none."""
-    return next((each for each in THOUGHTS if each.closing in source), None)
+    if harmony.CHANNEL in source and harmony.MESSAGE in source and "analysis" in source:
+        return HARMONY_THOUGHTS
+    known = (each for each in THOUGHTS if each != HARMONY_THOUGHTS)
+    return next((each for each in known if each.closing in source), None)
+
+
+def thoughts_around(word: str, text: str) -> Thoughts | None:
+    """The marks of reasoning between which a word stands in a text; None if there are none."""
+    return next((each for each in THOUGHTS if each.are_around(word, text)), None)
 
 
 def _reads(way: ToolFormat, text: str, expected: list[ToolCall], head: str) -> bool:
@@ -344,6 +515,8 @@ def _reads(way: ToolFormat, text: str, expected: list[ToolCall], head: str) -> b
             at = text.find(opening, at + block.size)
         if found == expected:
             return True
+    if way.reads is not None:
+        return way.reads(text) == expected
     if way.own is None:
         return False
     starts = (at for at, char in enumerate(text) if char in "{[")

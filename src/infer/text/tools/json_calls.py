@@ -22,7 +22,7 @@ _IN_STRING = {quote: re.compile(rf"[{quote}\\]") for quote in "\"'"}
 NOT_SPACE = re.compile(r"\S")
 """Pattern of the first character that is not white space."""
 _SEPARATORS = ";, \t\r\n"
-_NOT_ARGUMENTS = {"name", "type", "id", "function"}
+_NOT_ARGUMENTS = {"name", "type", "id", "function", "tool_name", "tool_call_id"}
 _QUOTE_OR_ESCAPE = re.compile(r'\\.|"', re.DOTALL)
 
 
@@ -104,7 +104,7 @@ def _call_of(value: Any, strict: bool) -> ToolCall | None:
     inner = value.get("function")
     if isinstance(inner, dict):  # {"type": "function", "function": {"name": …}}
         return _call_of(inner, strict) if value.keys() <= {"id", "type", "function"} else None
-    name = value.get("name", inner)
+    name = value.get("name", value.get("tool_name", inner))
     for key in ("arguments", "parameters"):
         if key in value:
             return made_call(name, {} if value[key] is None else value[key])
@@ -117,6 +117,15 @@ def write_json(calls: Sequence[ToolCall], arguments: str = "arguments") -> list[
         json.dumps({"name": call.name, arguments: arguments_of(call)}, ensure_ascii=False)
         for call in calls
     ]
+
+
+def write_actions(calls: Sequence[ToolCall]) -> str:
+    """The list of calls as Command A writes it."""
+    items = [
+        {"tool_call_id": str(i), "tool_name": call.name, "parameters": arguments_of(call)}
+        for i, call in enumerate(calls)
+    ]
+    return json.dumps(items, ensure_ascii=False)
 
 
 class JsonList:

@@ -6,6 +6,7 @@ These are Mistral's `name[ARGS]{…}`, functionary's `<function=name>{…}</func
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
@@ -56,6 +57,30 @@ DEEPSEEK = Syntax(
     lambda head: Tail(("```", _END), _CLOSING, starts=(_BEGIN,)),
 )
 """DeepSeek's calls, whose object is in a code block in older models."""
+
+
+_KIMI_CALL, _KIMI_ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+KIMI = Syntax(
+    re.compile(
+        rf"\s*{re.escape(_KIMI_CALL)}\s*(?:functions\.)?(?P<name>[^\s<>{{}}:]+)(?::\d+)?\s*"
+        rf"{re.escape(_KIMI_ARGUMENTS)}\s*{_OBJECT}"
+    ),
+    lambda head: Tail(("<|tool_call_end|>",), "<|tool_calls_section_end|>", starts=(_KIMI_CALL,)),
+)
+"""Kimi K2's calls, whose id holds the function's name."""
+SOLAR = Syntax(
+    re.compile(
+        r"\s*<\|tool_call:begin\|>[^<>]{0,256}<\|tool_call:name\|>(?P<name>[^\s<>{}]+)\s*"
+        rf"<\|tool_call:args\|>\s*{_OBJECT}"
+    ),
+    lambda head: Tail(("<|tool_call:end|>",), "<|calls|>", starts=("<|tool_call:begin|>",)),
+)
+"""Solar's calls."""
+MEMBERS = Syntax(
+    re.compile(rf'\s*(?:\[\s*)?\{{\s*"(?P<name>[^"\\\s]+)"\s*:\s*{_OBJECT}'),
+    lambda head: Tail(("}", "]", ","), "<|tools_suffix|>", starts=("{",)),
+)
+"""Apertus' calls: a list of objects with one member, whose name is the function's."""
 
 
 class _HeadAndObject:
@@ -165,3 +190,45 @@ def write_deepseek(calls: Sequence[ToolCall]) -> str:
         f"{_BEGIN}function{_SEP}{call.name}\n```json\n{call.arguments}\n```{_END}" for call in calls
     ]
     return f"<｜tool▁calls▁begin｜>{chr(10).join(written)}{_CLOSING}"
+
+
+def parse_members(text: str) -> list[ToolCall] | None:
+    """The calls in a list of objects with one member, whose name is the function's."""
+    try:
+        items = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    calls = list[ToolCall]()
+    for item in items if isinstance(items, list) else [items]:
+        if not isinstance(item, dict) or len(item) != 1:
+            return None
+        [(name, arguments)] = item.items()
+        call = made_call(name, arguments)
+        if call is None:
+            return None
+        calls.append(call)
+    return calls or None
+
+
+def write_members(calls: Sequence[ToolCall]) -> str:
+    """The list that `parse_members` reads."""
+    return f"[{', '.join(f'{{{json.dumps(c.name)}: {c.arguments}}}' for c in calls)}]"
+
+
+def write_kimi(calls: Sequence[ToolCall]) -> str:
+    """The calls in Kimi K2's format."""
+    written = (
+        f"{_KIMI_CALL}functions.{call.name}:{i}{_KIMI_ARGUMENTS}{call.arguments}<|tool_call_end|>"
+        for i, call in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(written)}<|tool_calls_section_end|>"
+
+
+def write_solar(calls: Sequence[ToolCall]) -> str:
+    """The calls in Solar's format."""
+    written = (
+        f"<|tool_call:begin|>{i}<|tool_call:name|>{call.name}<|tool_call:args|>{call.arguments}"
+        "<|tool_call:end|>"
+        for i, call in enumerate(calls)
+    )
+    return f"<|tool_calls|>{''.join(written)}<|calls|>"

@@ -21,13 +21,13 @@ _MAX_HEAD_CHARS = 2048
 _MAX_MEMBER_CHARS = 300
 _OBJECT = r'(?=\{\s*["}])'
 _WORD = r'"[^"\\\s<>{}\[\]]*"'
-_OTHERS = rf'(?:"(?:type|id)"\s*:\s*{_WORD}\s*,\s*)*'
+_OTHERS = rf'(?:"(?:type|id|tool_call_id)"\s*:\s*{_WORD}\s*,\s*)*'
 JSON_HEAD = (
-    rf'\{{\s*{_OTHERS}(?:"function"\s*:\s*(?P<inner>\{{)\s*)?"(?:name|function)"\s*:\s*'
+    rf'\{{\s*{_OTHERS}(?:"function"\s*:\s*(?P<inner>\{{)\s*)?"(?:name|function|tool_name)"\s*:\s*'
     rf'"(?P<name>[^"\\\s<>{{}}\[\]]+)"\s*,\s*{_OTHERS}"(?:arguments|parameters)"\s*:\s*{_OBJECT}'
 )
 """Pattern of a call in JSON, up to its arguments."""
-_MEMBER = re.compile(r'"(?:id|type)"\s*:\s*"[^"\\]{0,200}"')
+_MEMBER = re.compile(r'"(?:id|type|tool_call_id)"\s*:\s*"[^"\\]{0,200}"')
 _PUNCTUATION = ("}", "]", ",", ";")
 
 

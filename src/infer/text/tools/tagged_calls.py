@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from infer.text.tools.argument_text import (
@@ -75,50 +75,36 @@ class Family:
     """Text between tags."""
 
 
-_QWEN = {
-    "call": r"\s*<function=(?P<name>[^\s<>]+)>\s*(?=<parameter=|</function>)",
-    "starts": "<function=",
-    "key": r"<parameter=(?P<key>[^<>\n]+)>",
-    "key_mark": "<parameter=",
-    "after": "</parameter>",
-    "end": "</function>",
-}
+_QWEN = Family(
+    "qwen3-coder", ("<tool_call>",), "</tool_call>",
+    call=r"\s*<function=(?P<name>[^\s<>]+)>\s*(?=<parameter=|</function>)", starts="<function=",
+    key=r"<parameter=(?P<key>[^<>\n]+)>", key_mark="<parameter=", after="</parameter>",
+    end="</function>", has_breaks=True, alone="<function=",
+    written=("<function={name}>", "<parameter={key}>\n{value}\n</parameter>"),
+)  # fmt: skip
 _GLM_KEY = r"<arg_key>\s*(?P<key>[^<>\n]+?)\s*</arg_key>\s*<arg_value>"
 _OPEN_VALUE = "_value:opensource>"
-_INVOKE = {
-    "call": r'\s*<invoke name="(?P<name>[^\s<>"]+)">\s*(?=<parameter|</invoke>)',
-    "starts": "<invoke",
-    "key": r'<parameter name="(?P<key>[^<>"\n]+)">',
-    "key_mark": "<parameter",
-    "after": "</parameter>",
-    "end": "</invoke>",
-}
-_INVOKED = ('<invoke name="{name}">', '<parameter name="{key}">{value}</parameter>')
-_DSML = {
-    "call": r'\s*<｜DSML｜invoke name="(?P<name>[^\s<>"]+)">\s*(?=<｜DSML｜p|</｜DSML｜i|\{)',
-    "starts": "<｜DSML｜invoke",
-    "key": r'<｜DSML｜parameter name="(?P<key>[^<>"\n]+)"'
+_DSML = Family(
+    "deepseek-v3.2", ("<｜DSML｜function_calls>",), "</｜DSML｜function_calls>",
+    call=r'\s*<｜DSML｜invoke name="(?P<name>[^\s<>"]+)">\s*(?=<｜DSML｜p|</｜DSML｜i|\{)',
+    starts="<｜DSML｜invoke",
+    key=r'<｜DSML｜parameter name="(?P<key>[^<>"\n]+)"'
     r'(?:\s+string="(?P<string>true|false)")?\s*>',
-    "key_mark": "<｜DSML｜parameter",
-    "after": "</｜DSML｜parameter>",
-    "end": "</｜DSML｜invoke>",
-    "special": ("｜DSML｜",),
-    "written": (
+    key_mark="<｜DSML｜parameter", after="</｜DSML｜parameter>", end="</｜DSML｜invoke>",
+    special=("｜DSML｜",),
+    written=(
         '<｜DSML｜invoke name="{name}">',
         '<｜DSML｜parameter name="{key}" string="{string}">{value}</｜DSML｜parameter>',
     ),
-}
+)  # fmt: skip
 _M3 = "]<]minimax[>["
 FAMILIES = (
-    Family(
-        "seed-oss", ("<seed:tool_call>",), "</seed:tool_call>", **_QWEN,
+    replace(
+        _QWEN, name="seed-oss", openings=("<seed:tool_call>",), closing="</seed:tool_call>",
+        has_breaks=False, alone="",
         written=("<function={name}>", "<parameter={key}>{value}</parameter>"),
     ),
-    Family(
-        "qwen3-coder", ("<tool_call>",), "</tool_call>", **_QWEN, has_breaks=True,
-        written=("<function={name}>", "<parameter={key}>\n{value}\n</parameter>"),
-        alone="<function=",
-    ),
+    _QWEN,
     Family(
         "glm", ("<tool_call>",), "</tool_call>",
         call=r"\s*(?P<name>[^\s<>{}\[\]\"]+)\s*(?=<arg_key>)", starts="",
@@ -149,7 +135,11 @@ FAMILIES = (
         ),
     ),
     Family(
-        "minimax-m2", ("<minimax:tool_call>",), "</minimax:tool_call>", **_INVOKE, written=_INVOKED
+        "minimax-m2", ("<minimax:tool_call>",), "</minimax:tool_call>",
+        call=r'\s*<invoke name="(?P<name>[^\s<>"]+)">\s*(?=<parameter|</invoke>)',
+        starts="<invoke", key=r'<parameter name="(?P<key>[^<>"\n]+)">', key_mark="<parameter",
+        after="</parameter>", end="</invoke>",
+        written=('<invoke name="{name}">', '<parameter name="{key}">{value}</parameter>'),
     ),
     Family(
         "minimax-m3", (f"{_M3}<tool_call>",), f"{_M3}</tool_call>",
@@ -158,10 +148,11 @@ FAMILIES = (
         after=f"{_M3}</{{key}}>", end=f"{_M3}</invoke>", special=(_M3,),
         written=(f'{_M3}<invoke name="{{name}}">', f"{_M3}<{{key}}>{{value}}{_M3}</{{key}}>"),
     ),
-    Family(
-        "deepseek-v3.2", ("<｜DSML｜function_calls>",), "</｜DSML｜function_calls>", **_DSML
+    _DSML,
+    replace(
+        _DSML, name="deepseek-v4", openings=("<｜DSML｜tool_calls>",),
+        closing="</｜DSML｜tool_calls>",
     ),
-    Family("deepseek-v4", ("<｜DSML｜tool_calls>",), "</｜DSML｜tool_calls>", **_DSML),
     Family(
         "minicpm5", ('<function name="',), "</function>",
         call=r'(?P<name>[^\s<>"]+)">\s*(?=<param|</function>)', starts="",
@@ -324,31 +315,30 @@ class TaggedText:
         if found is None:
             stop = len(text) if end else at + _sure(text[at:], len(self._tags[0]))
             return ArgumentPiece(stop, self._value.more(text[at:stop]))
+        written = self._value.more(text[at : found.start()])
         rest = text[found.start() : found.start() + len(self._tags[0])]
         is_begun = not end and any(tag != rest and tag.startswith(rest) for tag in self._tags)
-        ends = None if is_begun else self._ends(text, at, found, end)
+        ends = None if is_begun else self._ends(text, found, end)
         if ends is None:  # what follows will tell
-            return ArgumentPiece(found.start(), self._value.more(text[at : found.start()]))
+            return ArgumentPiece(found.start(), written)
         if not ends:
             stop = found.start() + 1
-            return ArgumentPiece(stop, self._value.more(text[at:stop]))
-        written = self._value.more(text[at : found.start()]) + self._value.close()
+            return ArgumentPiece(stop, written + self._value.more(found[0][0]))
+        written += self._value.close()
         self._value = None
         size = found.end() if found[0] == self._after else found.start()
         return ArgumentPiece(size, written)
 
-    def _ends(self, text: str, at: int, found: re.Match[str], end: bool) -> bool | None:
+    def _ends(self, text: str, found: re.Match[str], end: bool) -> bool | None:
         """Whether a tag inside a value ends it; None: further text will tell."""
         family, mark = self._family, found[0]
         if mark == self._after:
             follows = (family.key_mark, family.end, family.closing)
             return _follows(text, found.end(), follows, end)
         assert self._value is not None
-        is_next = found.start() == at
-        at_line = self._value.is_at_line if is_next else text[found.start() - 1] == "\n"
         if mark == family.key_mark:
             properties = (self._schema or {}).get("properties")
-            if not at_line or not isinstance(properties, Mapping):
+            if not self._value.is_at_line or not isinstance(properties, Mapping):
                 return False
             key = self._key.match(text, found.start(), found.start() + _MAX_KEY_CHARS)
             if key is not None:
@@ -419,14 +409,15 @@ class _Value:
         self._is_json = True
         """Whether it may be JSON, as far as it is known."""
         self._is_first = True
-        self.is_at_line = True
-        """Whether the next character begins a line."""
+        self._is_empty = True
+        """Whether nothing belongs to the value yet."""
+        self.is_at_line = False
+        """Whether the next character begins a line, which is not the first one."""
 
     def more(self, text: str) -> str:
         """Take a further piece; returns what is certain of its JSON."""
         if not text:
             return ""
-        self.is_at_line = text.endswith("\n")
         self._held += text
         if self._is_first and self._has_breaks:
             # A carriage return belongs to the line break.
@@ -434,6 +425,8 @@ class _Value:
                 return ""
             self._held = re.sub(r"\A\r?\n", "", self._held)
         self._is_first = False
+        self._is_empty = self._is_empty and not self._held
+        self.is_at_line = text.endswith("\n") and not self._is_empty
         if self._is_text:
             return self._write()
         self._pieces.append(self._held)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from infer.text.role_order import rows_joined
-from infer.text.template_probes import ABSENT, Abilities, CallStyle, short_id, shown_tools
+from infer.text.template_probes import ABSENT, Abilities, CallStyle, named_id, short_id, shown_tools
 from infer.text.tools.call import ToolCall, made_call
 from infer.text.tools.formats import GENERIC, ToolFormat
 
@@ -56,6 +56,7 @@ def adapted(
         turns = [_with_written_calls(turn, way) for turn in turns]
     else:
         style = abilities.calls
+        turns = _with_named_ids(turns) if style.ids == "named" else turns
         turns = _one_at_a_time(turns) if style.one_at_a_time else turns
         turns = [each for turn in turns for each in _in_style(turn, style)]
     if not abilities.takes_results and any(map(_calls_of, messages)):
@@ -109,6 +110,23 @@ def _with_names(messages: Sequence[Message]) -> list[Message]:
             message = message if name is None else {**message, "name": name}
         turns.append(message)
     return turns
+
+
+def _with_named_ids(turns: Sequence[Message]) -> list[Message]:
+    """The messages, whose calls are numbered through and have their function's name in the id."""
+    made, ids = list[Message](), dict[str, str]()
+    for turn in turns:
+        calls = list[Message]()
+        for call in _calls_of(turn):
+            name = str(call["function"].get("name"))
+            ids[str(call["id"])] = named_id(name, len(ids))
+            calls.append({**call, "id": ids[str(call["id"])]})
+        if calls:
+            turn = {**turn, "tool_calls": calls}
+        elif str(turn.get("tool_call_id")) in ids:
+            turn = {**turn, "tool_call_id": ids[str(turn["tool_call_id"])]}
+        made.append(turn)
+    return made
 
 
 def _with_text(turn: Message, no_text: str) -> Message:
@@ -228,7 +246,7 @@ def _have_ids(results: Sequence[Message]) -> bool:
 
 def _in_style(turn: Message, style: CallStyle) -> list[Message]:
     """A message with calls, or with a call's result, in the form that the template expects."""
-    if style.short_ids and isinstance(turn.get("tool_call_id"), str):
+    if style.ids == "short" and isinstance(turn.get("tool_call_id"), str):
         return [{**turn, "tool_call_id": short_id(turn["tool_call_id"])}]
     calls = _calls_of(turn)
     if not calls:
@@ -257,7 +275,7 @@ def _call_in_style(call: Message, style: CallStyle) -> Message:
     elif not style.arguments_are_text and isinstance(arguments, str) and decoded is not None:
         function["arguments"] = json.loads(decoded.arguments)
     made = {**call, "function": function}
-    if style.short_ids:
+    if style.ids == "short":
         made["id"] = short_id(str(call["id"]))
     return made
 

@@ -7,6 +7,7 @@ has a `ToolUse`, and the server reports it to clients.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from infer.text.chat_template import ChatTemplate
@@ -18,6 +19,7 @@ from infer.text.tools.formats import (
     ToolFormat,
     format_marked_in,
     format_named,
+    format_with_token,
 )
 
 
@@ -50,14 +52,17 @@ class ToolUse:
         return None
 
 
-def find_tool_use(template: ChatTemplate, parser: str | None = None) -> ToolUse:
+def find_tool_use(
+    template: ChatTemplate, parser: str | None = None, tokens: Collection[str] = ()
+) -> ToolUse:
     """The support of tools by the model of a chat template.
 
     `parser`: the name of the format, if the operator has given it; `KeyError` if it is unknown.
+    `tokens`: the tokens that were added to the vocabulary.
     """
     abilities = template.abilities
     shows = abilities.tools_variable is not None
-    way, how = _format_of(template, abilities, parser)
+    way, how = _format_of(template, abilities, parser, tokens)
     known = ", ".join(each.name for each in FORMATS)
     if not shows:
         reason = "the chat template renders no tools, so an instruction describes them"
@@ -72,7 +77,7 @@ def find_tool_use(template: ChatTemplate, parser: str | None = None) -> ToolUse:
 
 
 def _format_of(
-    template: ChatTemplate, abilities: Abilities, parser: str | None
+    template: ChatTemplate, abilities: Abilities, parser: str | None, tokens: Collection[str]
 ) -> tuple[ToolFormat, str]:
     """(format, how it was found; "": it was not found)"""
     if parser is not None:
@@ -83,4 +88,6 @@ def _format_of(
         return marked, "by a mark in the chat template"
     if abilities.tools_variable is None:
         return GENERIC, "as the instruction says"
+    if marked := format_with_token(tokens):
+        return marked, "by a token of the vocabulary"
     return BARE, ""
