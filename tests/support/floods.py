@@ -316,7 +316,8 @@ async def questions(_: Path) -> AsyncIterator[Flood]:
 
         def use(key: str) -> Awaitable[int]:
             owner = f"a-flooder-{key}" if is_flooder(key) else key
-            scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+            scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/"}
+            scope["headers"] = []
             scope["path_params"] = {"id": f"name-{next(numbers)}"}
             own = Key(id=owner, name=owner, sha256="", limits=KeyLimits())
             RequestContext.of(scope).tenant = Tenant(own)

@@ -116,6 +116,7 @@ class TypedCompletionsApi:
                     answer_id,
                     priority=wire.priority,
                     reuse_prefix=wire.reuse_prefix,
+                    clamps=False,
                 )
                 return list(requests)
         except RequestError as error:
