@@ -85,7 +85,7 @@ def requests_of(
 ) -> Iterator[Request]:
     """`n` requests for each prompt, all with one sampling; see `InputProcessor.make_request`.
 
-    `clamps`: agents ask for the same large `max_tokens` in every request, whatever the prompt leaves.
+    `clamps`: agents send the same large `max_tokens` in every request, whatever a prompt leaves.
     """
     ids = (f"{answer_id}-{index}" for index in itertools.count())
     for prompt in prompts:
