@@ -66,12 +66,21 @@ HELLO = {"version": 2, "seats": 4, "gap_bounds_ms": [1, 10]}
 SCRIPT = """
 import { readFileSync } from "node:fs";
 import { History } from "./history.js";
+import { Keeper, played } from "./recording.js";
 const states = ({ open }) => Object.fromEntries([...open].map(([name, bar]) => [name, bar.row()]));
 const [hello, scenarios] = JSON.parse(readFileSync(0, "utf8"));
-console.log(JSON.stringify(scenarios.map(({ frames }) => {
+const live = scenarios.map(({ frames }) => {
   const history = new History(hello);
   return frames.map((frame) => { history.take(frame); return states(history); });
-})));
+});
+// A recording that begins in the middle: what was before it is told by its first frame.
+const recorded = scenarios.map(({ frames }) => {
+  const keeper = new Keeper(hello);
+  frames.slice(0, -1).forEach((frame) => keeper.before.take(frame));
+  keeper.take(frames.at(-1));
+  return states(played(JSON.parse(JSON.stringify(keeper.recording()))));
+});
+console.log(JSON.stringify([live, recorded]));
 """
 
 
@@ -222,7 +231,7 @@ def test_the_page_finds_the_same_states(tmp_path: Path) -> None:
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
-    for name in ("history.js", "states.js"):
+    for name in ("history.js", "recording.js", "states.js"):
         shutil.copy(FOLDER / "engine" / name, tmp_path)
     (tmp_path / "package.json").write_text('{"type": "module"}', encoding="utf-8")
     (tmp_path / "follow.js").write_text(SCRIPT, encoding="utf-8")
@@ -231,7 +240,9 @@ def test_the_page_finds_the_same_states(tmp_path: Path) -> None:
         [node, tmp_path / "follow.js"], input=given, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    check(json.loads(done.stdout))
+    live, recorded = json.loads(done.stdout)
+    check(live)
+    assert recorded == [each["after"][-1] for each in stored()]
 
 
 def test_every_kind_is_told_and_read_again() -> None:
