@@ -211,7 +211,7 @@ async def counted(app: App, stream: bool) -> tuple[int, set[Count]]:
         nonlocal num_turns
         count = (
             engine.num_open + engine.num_reserved,
-            tenant.num_making + traces.num_choices,
+            tenant.num_generating + traces.num_choices,
             engine.num_reserved + traces.num_choices,
         )
         if any(count) or found:

@@ -56,7 +56,7 @@ class Tenant:
     def __init__(self, key: Key, clock: Callable[[], float] = time.monotonic) -> None:
         self.key = key
         self._num_open = 0
-        self._num_making = 0
+        self._num_generating = 0
         limits = key.limits
         self._buckets = {
             name: Bucket(per_minute, clock)
@@ -73,9 +73,9 @@ class Tenant:
         return None if self.key.limits.admin else self.key.id
 
     @property
-    def num_making(self) -> int:
+    def num_generating(self) -> int:
         """Number of choices that have a place and are in no trace yet."""
-        return self._num_making
+        return self._num_generating
 
     @property
     def num_open(self) -> int:
@@ -128,15 +128,15 @@ class Tenant:
             message = f"this key may have {most} choices waiting, beside {num_seats} that run: send"
             message += f" at most {most + num_seats} in one request, not {num_choices}"
             raise HttpError(400, message, code="too_many_choices")
-        num_own = num_queued + self._num_making + num_choices
+        num_own = num_queued + self._num_generating + num_choices
         num_left_over = num_taken + num_choices - num_seats
         if min(num_own, num_left_over) > most:
             raise too_many(f"this key may have {most} choices waiting", 1)
-        self._num_making += num_choices
+        self._num_generating += num_choices
         try:
             yield
         finally:
-            self._num_making -= num_choices
+            self._num_generating -= num_choices
 
     def charge_chars(self, num_chars: int, context: RequestContext) -> None:
         """Charge work on text that is no prompt (grammars, requests to the tokenizer) as tokens, at
