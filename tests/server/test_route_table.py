@@ -9,7 +9,6 @@ import pytest
 from starlette.routing import Mount, Route
 
 from infer.server.app import create_app, layers
-from infer.server.engine_endpoints import EngineEndpoints
 from infer.server.fronts import FrontQueries
 from infer.server.multi_model import ModelRouter
 from infer.server.request_views import OneServer, RequestViews
@@ -21,7 +20,7 @@ ROWS = [(method, path) for method, path, _ in ROUTES]
 OF_ENGINES = [
     (method, path)
     for method, path, answer in ROUTES
-    if answer is getattr(EngineEndpoints, answer.__name__, None)
+    if answer is getattr(RequestViews, answer.__name__, None)
 ]
 
 

@@ -17,7 +17,6 @@ from starlette.middleware import Middleware
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.server.body_reader import BodyReader
-from infer.server.engine_endpoints import EngineEndpoints
 from infer.server.fronts import FrontQueries, SeveralFronts
 from infer.server.generation import GenerationPipeline
 from infer.server.http.context import RequestContext
@@ -124,7 +123,7 @@ def create_app(
             offload.close()
 
     of_model = ModelEndpoints(engine, offload, bodies, sessions, settings)
-    rest = routes_of(of_model, EngineEndpoints(views, offload), sessions)
+    rest = routes_of(views, offload, of_model, sessions)
     outer = layers(settings, (metrics.seen,), engine.model_name, page, fronts)
     app = Starlette(
         routes=[*map(pipeline.route, generating), *rest],

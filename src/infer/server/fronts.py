@@ -17,9 +17,11 @@ from typing import Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
 import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
 
 from infer.errors import OverloadedError
-from infer.server.http.connections import Connections
+from infer.server.http.connections import connections_of
 from infer.server.http.error_responses import HttpError
 from infer.server.observe.metrics import text_of
 from infer.server.observe.request_trace import (
@@ -29,7 +31,7 @@ from infer.server.observe.request_trace import (
     summary,
     view,
 )
-from infer.server.request_views import Asking, OneServer, ServedEngine
+from infer.server.request_views import OneServer, ServedEngine, metrics_response, visible_to
 from infer.server.tenancy.front_limits import FrontLimits
 
 ANSWER_TIMEOUT_S = 1.0
@@ -189,31 +191,31 @@ class FrontQueries(OneServer):
         answers[self._fronts.name] = self.own.answer(asked)
         return answers, missing
 
-    async def requests(self, asking: Asking) -> dict[str, Any]:
-        """See `RequestViews`."""
-        asked = FrontQuestion("requests", visible_to=asking.visible_to)
+    async def requests(self, http: HttpRequest) -> dict[str, Any]:
+        asked = FrontQuestion("requests", visible_to=visible_to(http))
         answers, missing = await self._ask_all(asked)
         data = [each for answer in answers.values() for each in answer.fields]
         data.sort(key=_newest_first)
         return {"object": "list", "data": data, "missing_fronts": missing}
 
-    async def request(self, asking: Asking, name: str) -> dict[str, Any]:
-        """See `RequestViews`. Raises `HttpError` (503) if the request's front does not answer."""
-        return await self._of_one("request", name, asking.visible_to)
+    async def request(self, http: HttpRequest) -> dict[str, Any]:
+        return await self._of_one("request", http)
 
-    async def cancel(self, asking: Asking, name: str) -> dict[str, Any]:
-        """See `RequestViews`; raises like `request`."""
-        return await self._of_one("cancel", name, asking.visible_to)
+    async def cancel(self, http: HttpRequest) -> dict[str, Any]:
+        return await self._of_one("cancel", http)
 
-    async def _of_one(self, kind: OfOne, name: str, visible_to: str | None) -> dict[str, Any]:
+    async def _of_one(self, kind: OfOne, http: HttpRequest) -> dict[str, Any]:
+        """Raises `HttpError`: 404 if no front has the request, 409 if it is the client's name of
+        several that run, 503 if its front does not answer."""
+        name, seen = http.path_params["id"], visible_to(http)
         if _MADE_HERE.fullmatch(name):
             with suppress(RequestNotFoundError):  # a client's name may look the same
-                return await self._one(kind, name, visible_to)
-        return await self._one(kind, await self._meant(name, visible_to), visible_to)
+                return await self._one(kind, name, seen)
+        return await self._one(kind, await self._meant(name, seen), seen)
 
-    async def _meant(self, name: str, visible_to: str | None) -> str:
+    async def _meant(self, name: str, seen: str | None) -> str:
         """The id of the request that a client's name means; see `the_one`."""
-        asked = FrontQuestion("named", name=name, visible_to=visible_to)
+        asked = FrontQuestion("named", name=name, visible_to=seen)
         answers, missing = await self._ask_all(asked)
         found = [each for answer in answers.values() for each in answer.fields or ()]
         found.sort(key=_newest_first)
@@ -226,9 +228,9 @@ class FrontQueries(OneServer):
             raise _silent(f"{missing[0]}, which may have this request,")
         raise RequestNotFoundError
 
-    async def _one(self, kind: OfOne, name: str, visible_to: str | None) -> dict[str, Any]:
+    async def _one(self, kind: OfOne, name: str, seen: str | None) -> dict[str, Any]:
         tag = name.rpartition("-")[2][: len(self._fronts.tag)]
-        asked = FrontQuestion(kind, tag, name, visible_to)
+        asked = FrontQuestion(kind, tag, name, seen)
         if tag == self._fronts.tag:
             return _found(self.own.answer(asked))
         answers, missing = await self._ask(asked)
@@ -238,15 +240,15 @@ class FrontQueries(OneServer):
         own = (answer for front, answer in answers.items() if tag_of(front) == tag)
         return _found(next(own, FrontAnswer()))
 
-    async def stats(self, asking: Asking) -> dict[str, Any]:
+    async def stats(self, http: HttpRequest) -> dict[str, Any]:
         """The statistics of this front, and those of each in `fronts`."""
         answers, missing = await self._ask_all(FrontQuestion("stats"))
         fronts = {name: answer.fields for name, answer in sorted(answers.items())}
         return {**fronts[self._fronts.name], "fronts": fronts, "missing_fronts": missing}
 
-    async def metrics(self, asking: Asking, connections: Connections | None) -> bytes:
-        """The metrics of all fronts for Prometheus: each sample has the label `front`."""
-        own = await super().metrics(asking, connections)
+    async def metrics(self, http: HttpRequest) -> Response:
+        """The metrics of all fronts: each sample has the label `front`."""
+        own = text_of([self._own.metrics], connections_of(http.scope))
         answers, missing = await self._ask(FrontQuestion("metrics"))
         texts = {name: answer.text for name, answer in answers.items()}
         texts[self._fronts.name] = own.decode()
@@ -254,7 +256,7 @@ class FrontQueries(OneServer):
         up = [f"# HELP {name} whether a front answers", f"# TYPE {name} gauge"]
         up += [f'{name}{{front="{each}"}} 1.0' for each in sorted(texts)]
         up += [f'{name}{{front="{each}"}} 0.0' for each in missing]
-        return ("\n".join([*_labelled(texts), *up]) + "\n").encode()
+        return metrics_response(("\n".join([*_labelled(texts), *up]) + "\n").encode())
 
 
 def _silent(front: str) -> HttpError:

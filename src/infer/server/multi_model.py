@@ -30,11 +30,10 @@ from starlette.types import Receive, Scope, Send
 from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, EngineDeadError, LoadError, OverloadedError
-from infer.server.engine_endpoints import EngineEndpoints
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, error_handlers
 from infer.server.offload import PARSED, Offload
-from infer.server.request_views import Asking, RequestViews, ServedEngine, model_fields
+from infer.server.request_views import RequestViews, ServedEngine, model_fields, model_of
 from infer.server.route_table import routes_of
 from infer.server.viewers import EngineViewers
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
@@ -309,10 +308,7 @@ class ModelRouter(RequestViews):
         """The ASGI app over all models, with `layers` around it. `overload_status`: see
         `http.error_responses.describe`."""
         return Starlette(
-            routes=[
-                *routes_of(EngineEndpoints(self, self._pool)),
-                Mount("/", self._pass_on),
-            ],
+            routes=[*routes_of(self, self._pool), Mount("/", self._pass_on)],
             exception_handlers=error_handlers(overload_status),
             middleware=layers,
             lifespan=self._lifespan,
@@ -351,46 +347,43 @@ class ModelRouter(RequestViews):
 
     # ---- as `RequestViews`
 
-    def served(self, asking: Asking) -> dict[str, ServedEngine]:
-        """See `RequestViews`: the loaded ones. Raises `HttpError` (404) for an unknown model."""
-        named = [] if asking.model is None else [self._find(asking.model)]
+    def served(self, http: Request) -> dict[str, ServedEngine]:
+        """The loaded ones. Raises `HttpError` (404) for an unknown model."""
+        named = [self._find(name) for name in (model_of(http),) if name is not None]
         models = named or self._models.values()
         return {model.name: model.app.state.served for model in models if model.app is not None}
 
-    def viewers(self, asking: Asking) -> EngineViewers:
-        """See `RequestViews`; watching does not load a model."""
-        model = self._find(asking.model)
-        asking.context.model, model.used_s = model.name, time.monotonic()
+    def viewers(self, http: Request) -> EngineViewers:
+        """Watching does not load a model."""
+        model = self._find(model_of(http))
+        RequestContext.of(http.scope).model, model.used_s = model.name, time.monotonic()
         if model.app is None:
             raise EngineDeadError(f"the model {model.name!r} is not loaded: there are no steps")
         served: ServedEngine = model.app.state.served
         return served.viewers
 
-    async def stats(self, asking: Asking) -> dict[str, Any]:
-        """See `RequestViews`: of each model, or of the one that is named."""
-        stats = {name: each.metrics.stats() for name, each in self.served(asking).items()}
-        return stats.get(asking.model or "", {"models": stats})
+    async def stats(self, http: Request) -> dict[str, Any]:
+        """Of each model, or of the one that is named."""
+        stats = {name: each.metrics.stats() for name, each in self.served(http).items()}
+        return stats.get(model_of(http) or "", {"models": stats})
 
-    def models(self) -> list[dict[str, Any]]:
-        """See `RequestViews`."""
-        return list(map(self._shown, self._models.values()))
+    async def models(self, http: Request) -> dict[str, Any]:
+        return {"object": "list", "data": list(map(self._shown, self._models.values()))}
 
-    def model(self, name: str) -> dict[str, Any]:
-        """See `RequestViews`."""
-        return self._shown(self._find(name))
+    async def model(self, http: Request) -> dict[str, Any]:
+        return self._shown(self._find(http.path_params["name"]))
 
     def _shown(self, model: _Model) -> dict[str, Any]:
         fields = model_fields(model.name, self._created, model.engine)
         return {**fields, "status": model.status, "reason": model.reason or None}
 
-    def health(self) -> dict[str, Any]:
-        """See `RequestViews`."""
+    async def health(self, http: Request) -> dict[str, Any]:
         engines = self.engines()
         if len(engines) == len(self._models) and not any(engine.is_live for engine in engines):
             raise EngineDeadError("no engine is running")
         return {"status": "ok"}
 
-    def ready(self) -> dict[str, Any]:
+    async def ready(self, http: Request) -> dict[str, Any]:
         """Ready as long as any model can answer: one that crashed must not keep requests from the
         others. /v1/models has the state of each model."""
         statuses = {model.name: model.status for model in self._models.values()}

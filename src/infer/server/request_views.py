@@ -2,7 +2,8 @@
 
 Three answer: `OneServer` here, over its own engine; `multi_model.ModelRouter`, over the engines of
 several models; and `fronts.FrontQueries`, for a server that is one of several fronts of the same
-engines. `server.engine_endpoints` makes HTTP of it.
+engines. Each method is an endpoint (`server.route_table`), and the first line of its docstring here
+is what the index and the OpenAPI document say of it. docs/events.md describes the stream of steps.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import EngineDeadError
-from infer.server.http.connections import Connections
+from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
-from infer.server.observe.metrics import Metrics, text_of
+from infer.server.observe.metrics import CONTENT_TYPE, Metrics, text_of
 from infer.server.observe.request_trace import (
     RequestTrace,
     RequestTraces,
@@ -26,17 +31,22 @@ from infer.server.observe.request_trace import (
     the_one,
     view,
 )
-from infer.server.viewers import EngineViewers
+from infer.server.openai.openapi import EVENTS, takes
+from infer.server.openai.streaming import STREAM_HEADERS, unless_gone
+from infer.server.tenancy.limits import tenant_of
+from infer.server.viewers import EngineViewers, Viewer
+
+Fields = dict[str, Any]
 
 
-class Asking(NamedTuple):
-    """Who asks, and for what."""
+def visible_to(http: HttpRequest) -> str | None:
+    """Id of the key whose requests the caller may see; None = those of all keys."""
+    return tenant_of(http.scope).visible_to
 
-    visible_to: str | None
-    """id of the key whose requests the caller may see; None = those of all keys"""
-    model: str | None
-    """the model whose engine is meant; None = all models, or the default one"""
-    context: RequestContext
+
+def model_of(http: HttpRequest) -> str | None:
+    """The model whose engine is meant; None = all models, or the default one."""
+    return http.query_params.get("model")
 
 
 class ServedEngine(NamedTuple):
@@ -49,68 +59,105 @@ class ServedEngine(NamedTuple):
 
 
 class RequestViews(ABC):
-    """See the module's docstring. The answers are JSON values. Lives on the event loop.
+    """Answers are JSON values, or a `Response`. Lives on the event loop.
 
     What is said of requests is read from the engines that are `served`; who has others to ask
-    overrides it."""
+    overrides it. With several models `?model=` names one, and an unknown one is a 404."""
 
     @abstractmethod
-    def served(self, asking: Asking) -> Mapping[str, ServedEngine]:
+    def served(self, http: HttpRequest) -> Mapping[str, ServedEngine]:
         """The engines of this process that are meant, by the names of their models."""
 
     @abstractmethod
-    def viewers(self, asking: Asking) -> EngineViewers:
+    def viewers(self, http: HttpRequest) -> EngineViewers:
         """Those who watch the engine that is meant. Raises `EngineDeadError` if there is none."""
 
     @abstractmethod
-    async def stats(self, asking: Asking) -> dict[str, Any]:
-        """Queue depth, batch sizes, waiting times."""
+    async def models(self, http: HttpRequest) -> Fields:
+        """The model, in a list."""
 
     @abstractmethod
-    def models(self) -> list[dict[str, Any]]:
-        """The models."""
+    async def model(self, http: HttpRequest) -> Fields:
+        """The model of this name."""
 
-    @abstractmethod
-    def model(self, name: str) -> dict[str, Any]:
-        """The model of a name. Raises `HttpError` (404)."""
-
-    @abstractmethod
-    def health(self) -> dict[str, Any]:
-        """Raises `EngineDeadError` unless requests are taken and move on."""
-
-    @abstractmethod
-    def ready(self) -> dict[str, Any]:
-        """Raises `EngineDeadError` unless a request would be worked on at once."""
-
-    async def requests(self, asking: Asking) -> dict[str, Any]:
-        """A list: those that run, then the latest that have ended, the newest first."""
-        served = self.served(asking).values()
-        found = [trace for each in served for trace in each.traces.all(asking.visible_to)]
+    @takes(refuses=(404,))
+    async def requests(self, http: HttpRequest) -> Fields:
+        """The requests that run, and the latest that have ended."""
+        served = self.served(http).values()
+        found = [trace for each in served for trace in each.traces.all(visible_to(http))]
         return {"object": "list", "data": list(map(summary, sorted(found, key=_newest_first)))}
 
-    async def request(self, asking: Asking, name: str) -> dict[str, Any]:
-        """The trace of the request that a name means (see `RequestTraces.named`). Raises
-        `HttpError`: 404, or 409 if several run."""
-        return view(self._named(asking, name)[1])
+    @takes(refuses=(409,))
+    async def request(self, http: HttpRequest) -> Fields:
+        """The trace of one, by its id or its client's X-Request-Id: what it waited for, and why."""
+        return view(self._named(http)[1])
 
-    async def cancel(self, asking: Asking, name: str) -> dict[str, Any]:
-        """End a request; raises like `request`."""
-        traces, trace = self._named(asking, name)
+    @takes(refuses=(409,))
+    async def cancel(self, http: HttpRequest) -> Fields:
+        """End one."""
+        traces, trace = self._named(http)
         return cancel_answer(trace, traces.cancel(trace))
 
-    async def metrics(self, asking: Asking, connections: Connections | None) -> bytes:
-        """The metrics for Prometheus, with the numbers of connections."""
-        return text_of([each.metrics for each in self.served(asking).values()], connections)
+    @abstractmethod
+    async def health(self, http: HttpRequest) -> Fields:
+        """200 while requests are taken and move on, else 503."""
 
-    def _named(self, asking: Asking, name: str) -> tuple[RequestTraces, RequestTrace]:
-        all_traces = [each.traces for each in self.served(asking).values()]
-        found = [
-            (traces, trace)
-            for traces in all_traces
-            for trace in traces.named(name, asking.visible_to)
-        ]
+    @abstractmethod
+    async def ready(self, http: HttpRequest) -> Fields:
+        """200 while a request would be worked on at once, else 503."""
+
+    @takes(refuses=(404, 429), answers=(EVENTS,))
+    async def events(self, http: HttpRequest) -> Response:
+        """The engine's steps and what happens to requests, as a stream that does not end."""
+        if http.method == "HEAD":
+            return Response(headers={name.decode(): it.decode() for name, it in STREAM_HEADERS})
+        context, viewers = RequestContext.of(http.scope), self.viewers(http)
+        address = (context.client or "").rpartition(":")[0]
+        viewer = viewers.join(visible_to(http), tenant_of(http.scope).key.id, address)
+        context.cleanup.callback(viewers.leave, viewer)
+        context.on_revoked = lambda: viewer.end("key_revoked")
+        return _Watching(viewer)
+
+    @takes(refuses=(404,), answers=("text/plain",))
+    async def metrics(self, http: HttpRequest) -> Response:
+        """For Prometheus."""
+        found = [each.metrics for each in self.served(http).values()]
+        return metrics_response(text_of(found, connections_of(http.scope)))
+
+    @takes(refuses=(404,))
+    @abstractmethod
+    async def stats(self, http: HttpRequest) -> Fields:
+        """Queue depth, batch sizes, waiting times."""
+
+    def _named(self, http: HttpRequest) -> tuple[RequestTraces, RequestTrace]:
+        """The trace that the path names. Raises `HttpError`: 404, or 409 if several run."""
+        name, all_traces = http.path_params["id"], [it.traces for it in self.served(http).values()]
+        seen = visible_to(http)
+        found = [(traces, trace) for traces in all_traces for trace in traces.named(name, seen)]
         meant = the_one([trace for _, trace in found], name)
         return next(pair for pair in found if pair[1] is meant)
+
+
+def metrics_response(text: bytes) -> Response:
+    """Metrics as Prometheus reads them."""
+    return Response(text, headers={"content-type": CONTENT_TYPE})
+
+
+class _Watching(Response):
+    """A `Response` only in that Starlette calls it: what a viewer gets, until one of both ends."""
+
+    def __init__(self, viewer: Viewer) -> None:
+        super().__init__()
+        self._viewer = viewer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_gone(receive, self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS]})
+        while (data := await self._viewer.take()) is not None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _newest_first(trace: RequestTrace) -> tuple[bool, float]:
@@ -119,7 +166,7 @@ def _newest_first(trace: RequestTrace) -> tuple[bool, float]:
     return True, -trace.ended_s
 
 
-def model_fields(name: str, created_at: int, engine: AsyncLLM | None) -> dict[str, Any]:
+def model_fields(name: str, created_at: int, engine: AsyncLLM | None) -> Fields:
     """A model as `/v1/models` shows it; `engine`: None while it is not loaded."""
     return {
         "id": name,
@@ -138,39 +185,33 @@ class OneServer(RequestViews):
         self._own = own
         self._created_at = int(time.time())
 
-    def served(self, asking: Asking) -> Mapping[str, ServedEngine]:
-        """See `RequestViews`."""
+    def served(self, http: HttpRequest) -> Mapping[str, ServedEngine]:
         return {self._own.engine.model_name: self._own}
 
-    def viewers(self, asking: Asking) -> EngineViewers:
-        """See `RequestViews`."""
+    def viewers(self, http: HttpRequest) -> EngineViewers:
         return self._own.viewers
 
-    async def stats(self, asking: Asking) -> dict[str, Any]:
-        """See `RequestViews`."""
-        return self._own.metrics.stats()
+    def _model(self) -> Fields:
+        return model_fields(self._own.engine.model_name, self._created_at, self._own.engine)
 
-    def models(self) -> list[dict[str, Any]]:
-        """See `RequestViews`."""
-        engine = self._own.engine
-        return [model_fields(engine.model_name, self._created_at, engine)]
+    async def models(self, http: HttpRequest) -> Fields:
+        return {"object": "list", "data": [self._model()]}
 
-    def model(self, name: str) -> dict[str, Any]:
-        """See `RequestViews`."""
-        (model,) = self.models()
-        if name != model["id"]:
+    async def model(self, http: HttpRequest) -> Fields:
+        if http.path_params["name"] != self._own.engine.model_name:
             message = "there is no such model here"
             raise HttpError(404, message, param="model", code="model_not_found")
-        return model
+        return self._model()
 
-    def health(self) -> dict[str, Any]:
-        """See `RequestViews`."""
+    async def health(self, http: HttpRequest) -> Fields:
         if not self._own.engine.is_live:
             raise EngineDeadError("the engine is not running, or makes no progress")
         return {"status": "ok"}
 
-    def ready(self) -> dict[str, Any]:
-        """See `RequestViews`."""
+    async def ready(self, http: HttpRequest) -> Fields:
         if not self._own.engine.is_ready:
             raise EngineDeadError("the engine is not ready")
         return {"status": "ready"}
+
+    async def stats(self, http: HttpRequest) -> Fields:
+        return self._own.metrics.stats()

@@ -1,70 +1,96 @@
 """`ROUTES`: a row for each endpoint, in the order in which the index shows them
 
 An endpoint that generates is a row of `GENERATING`; `server.generation` serves those. Any other is
-a row of `ROUTES`: method, path, and the method of a class of endpoints that answers. An app has the
-rows of the classes that it has.
+a row of `ROUTES`: method, path, and who answers: a method of `RequestViews`, which has JSON values,
+or of a class of endpoints, which has a `Response`. An app has the rows of those that it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import wraps
 from typing import Any
 
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from infer.server.engine_endpoints import EngineEndpoints
 from infer.server.model_endpoints import ModelEndpoints
+from infer.server.offload import Offload
 from infer.server.openai.chat import ChatApi
 from infer.server.openai.completions import CompletionsApi
 from infer.server.openai.generating_api import GeneratingApi
+from infer.server.openai.large_json import json_response
 from infer.server.openai.typed_completions import TypedCompletionsApi
+from infer.server.request_views import RequestViews
 from infer.server.sessions.routes import SessionRoutes
 from infer.server.settings import ServerSettings
+
+Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 EVENTS_PATH = "/v1/engine/events"
 COMPARISONS_PATH = "/v1/engine/comparisons"
 
+_BYTES_AN_ENTRY = 500
+"""size of an entry of a list, about"""
+
 GENERATING: tuple[GeneratingApi[Any], ...] = (CompletionsApi(), ChatApi())
 """the endpoints that generate"""
 
-ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Response]]], ...] = (
+ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("POST", "/v1/chat/completions/render", ModelEndpoints.render),
     ("POST", "/tokenize", ModelEndpoints.tokenize),
     ("POST", "/detokenize", ModelEndpoints.detokenize),
     ("GET", "/tokenizer_info", ModelEndpoints.tokenizer_info),
-    ("GET", "/v1/models", EngineEndpoints.models),
-    ("GET", "/v1/models/{name:path}", EngineEndpoints.model),
-    ("GET", "/v1/requests", EngineEndpoints.requests),
-    ("GET", "/v1/requests/{id}", EngineEndpoints.request),
-    ("DELETE", "/v1/requests/{id}", EngineEndpoints.cancel),
-    ("POST", "/v1/requests/{id}/cancel", EngineEndpoints.cancel),
-    ("GET", "/health", EngineEndpoints.health),
-    ("GET", "/health/live", EngineEndpoints.health),
-    ("GET", "/health/ready", EngineEndpoints.ready),
+    ("GET", "/v1/models", RequestViews.models),
+    ("GET", "/v1/models/{name:path}", RequestViews.model),
+    ("GET", "/v1/requests", RequestViews.requests),
+    ("GET", "/v1/requests/{id}", RequestViews.request),
+    ("DELETE", "/v1/requests/{id}", RequestViews.cancel),
+    ("POST", "/v1/requests/{id}/cancel", RequestViews.cancel),
+    ("GET", "/health", RequestViews.health),
+    ("GET", "/health/live", RequestViews.health),
+    ("GET", "/health/ready", RequestViews.ready),
     ("POST", "/v1/sessions", SessionRoutes.create),
     ("GET", "/v1/sessions", SessionRoutes.listed),
     ("GET", "/v1/sessions/{id}", SessionRoutes.read),
     ("PATCH", "/v1/sessions/{id}", SessionRoutes.rename),
     ("DELETE", "/v1/sessions/{id}", SessionRoutes.delete),
     ("POST", "/v1/sessions/{id}/fork", SessionRoutes.fork),
-    ("GET", EVENTS_PATH, EngineEndpoints.events),
+    ("GET", EVENTS_PATH, RequestViews.events),
     ("POST", COMPARISONS_PATH, ModelEndpoints.compare),
-    ("GET", "/metrics", EngineEndpoints.metrics),
-    ("GET", "/stats", EngineEndpoints.stats),
+    ("GET", "/metrics", RequestViews.metrics),
+    ("GET", "/stats", RequestViews.stats),
     ("GET", "/openapi.json", ModelEndpoints.openapi),
     ("GET", "/", ModelEndpoints.index),
 )
 
 
-def routes_of(*endpoints: object) -> list[Route]:
-    """The rows of `ROUTES` that these objects answer."""
-    return [
-        Route(path, getattr(each, answer.__name__), methods=[method])
-        for method, path, answer in ROUTES
-        for each in endpoints
-        if getattr(type(each), answer.__name__, None) is answer
-    ]
+def routes_of(views: RequestViews, offload: Offload, *endpoints: object) -> list[Route]:
+    """The rows of `ROUTES` that these objects answer; long answers are written by `offload`."""
+    found = []
+    for method, path, answer in ROUTES:
+        name = answer.__name__
+        if getattr(RequestViews, name, None) is answer:
+            found.append(Route(path, _json(views, answer, offload), methods=[method]))
+        for each in endpoints:
+            if getattr(type(each), name, None) is answer:
+                found.append(Route(path, getattr(each, name), methods=[method]))
+    return found
+
+
+def _json(views: RequestViews, answer: Callable[..., Any], offload: Offload) -> Endpoint:
+    """What the views answer, as JSON."""
+
+    @wraps(answer)
+    async def endpoint(http: HttpRequest) -> Response:
+        fields = await getattr(views, answer.__name__)(http)
+        if isinstance(fields, Response):
+            return fields
+        num_bytes = _BYTES_AN_ENTRY * len(fields.get("data", ()))
+        return await offload.render(http, num_bytes, json_response, fields)
+
+    return endpoint
 
 
 def generating_apis(settings: ServerSettings) -> tuple[GeneratingApi[Any], ...]:
