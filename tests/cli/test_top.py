@@ -23,7 +23,7 @@ from infer.errors import InferError
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import COMPLETIONS, completion_body, live
 
-HELLO = {"model": "m", "mode": "continuous", "seats": 2, "gap_bounds_ms": [1, 10]}
+HELLO = {"version": 2, "model": "m", "mode": "continuous", "seats": 2, "gap_bounds_ms": [1, 10]}
 
 
 def told(event: str, number: int, after: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -211,6 +211,7 @@ def answering(text: bytes, status: int = 200) -> Iterator[str]:
         (b"event: frame\ndata: {}\n\n", 200, "has broken off"),
         (b"event: frame\ndata: {", 200, "has broken off"),
         (b"\xff\xfe\n\n", 200, "has broken off"),
+        (b'event: hello\ndata: {"version": 1}\n\n', 200, "has version 1, not 2: use the server's"),
     ],
 )
 def test_what_is_no_stream_is_one_sentence(text: bytes, status: int, word: str) -> None:
@@ -226,7 +227,7 @@ def test_a_server_that_is_not_there_is_no_broken_stream() -> None:
 
 
 def test_names_of_strangers_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    hello = b'event: hello\ndata: {"model": "\\u001b[31m[red]evil", "seats": 1}\n\n'
+    hello = b'event: hello\ndata: {"version": 2, "model": "\\u001b[31m[red]evil", "seats": 1}\n\n'
     with answering(hello + b'event: end\ndata: {"reason": "x"}\n\n') as url:
         run_top(url, None, None, once=True)
     text = capsys.readouterr().out
@@ -254,7 +255,7 @@ def test_gauges_fit_into_a_usual_terminal() -> None:
 
 
 def test_a_model_that_is_not_served() -> None:
-    hello = b'event: hello\ndata: {"model": "m", "seats": 1}\n\n'
+    hello = b'event: hello\ndata: {"version": 2, "model": "m", "seats": 1}\n\n'
     with answering(hello + b'event: end\ndata: {"reason": "x"}\n\n') as url:
         run_top(url, "m", None, once=True)
         with pytest.raises(InferError, match=r"there is no model 'other'.*which has 'm'"):

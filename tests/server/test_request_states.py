@@ -221,8 +221,9 @@ def test_infer_top_finds_the_same_states() -> None:
         state, after = EngineState(), []
         for frame in each["frames"]:
             state.take("frame", frame)
-            after.append({it.request_id: state_fields(it) for it in state.states})
-            assert [seen.state for seen in state.requests.values()] == list(state.states)
+            seen = {number: each.state for number, each in state.requests.items()}
+            assert all(state.states.get(number) is own for number, own in seen.items())
+            after.append({number: state_fields(own) for number, own in seen.items()})
         found.append(after)
     check(found)
 
@@ -266,11 +267,12 @@ def test_counts_are_those_of_the_states(seed: int) -> None:
     scenario = Scenario(seed)
     for _ in range(60):
         scenario.frames()
+        states = [each.state for each in scenario.requests.values()]
         for status in STATUSES:
-            own = [it.num_tokens for it in scenario.states if it.status == status]
+            own = [it.num_tokens for it in states if it.status == status]
             assert scenario.states.count(status) == len(own)
             assert scenario.states.num_tokens(status) == sum(own)
-        waiting = {it.request_id for it in scenario.states if it.status == "waiting"}
+        waiting = {it.request_id for it in states if it.status == "waiting"}
         assert scenario.states.waiting().keys() == waiting
 
 

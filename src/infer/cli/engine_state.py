@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from infer.engine.client.step_frames import VERSION
 from infer.requests.event_fields import event_of
 from infer.requests.state import RequestState, RequestStates
 from infer.types.step_events import Finished
@@ -78,6 +79,9 @@ class EngineState:
         """The next event; raises `LookupError`, `TypeError` or `ValueError` for one that is none of
         the format."""
         if kind == "hello":
+            if fields.get("version") != VERSION:
+                found = f"its format has version {fields.get('version')}, not {VERSION}"
+                raise ValueError(f"{found}: use the server's own `infer top`")
             self.hello = fields
         elif kind == "end":
             self.end = str(fields["reason"])

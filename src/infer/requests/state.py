@@ -10,7 +10,7 @@ make of the same frames.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
@@ -116,11 +116,8 @@ class RequestStates:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._states: dict[str, RequestState] = {}
-        self._by_status: dict[Status, dict[str, int]] = {
-            "waiting": {},
-            "running": {},
-            "preempted": {},
-        }
+        self._by_status: dict[Status, dict[str, int]]
+        self._by_status = {"waiting": {}, "running": {}, "preempted": {}}
         self._num_tokens: dict[Status, int] = dict.fromkeys(self._by_status, 0)
 
     # ---- the requests
@@ -144,10 +141,6 @@ class RequestStates:
     def get(self, request_id: str) -> RequestState | None:
         """The state of a request that is followed."""
         return self._states.get(request_id)
-
-    def __iter__(self) -> Iterator[RequestState]:
-        """Those that are followed, in the order in which they became known."""
-        return iter(self._states.values())
 
     def count(self, *statuses: Status) -> int:
         """Number of the requests that are in one of these states, "finished" apart."""
