@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from infer.server.http.error_responses import HttpError
+from infer.server.sessions.database_threads import NUM_THREADS, DatabaseThreads
+from infer.server.sessions.store import SessionStore
 from infer.server.tenancy.key_places import KeyPlaces
 from infer.server.tenancy.shared_resources import (
     LIMITED,
@@ -199,3 +201,40 @@ def test_a_key_always_has_one_place() -> None:
         places.release(owner)
     assert places.num_of("a") == 0
     assert places.has_room("")
+
+
+def test_a_key_that_writes_all_the_time_keeps_nobody_from_sqlite(tmp_path: Path) -> None:
+    """SQLite itself lets who waits look again after ever longer pauses: hundreds of others' turns
+    later, or never."""
+    store = SessionStore(f"sqlite:///{tmp_path}/s.db")
+    num_written, has_ended = 0, False
+
+    async def flood(threads: DatabaseThreads) -> None:
+        nonlocal num_written
+        while not has_ended:
+            await threads.call("a", store.rename, "a", name, "x")
+            num_written += 1
+
+    async def use() -> list[int]:
+        nonlocal has_ended
+        threads, waited = DatabaseThreads(), []
+        flooding = [asyncio.ensure_future(flood(threads)) for _ in range(16)]
+        try:
+            for number in range(200):
+                before = num_written
+                if number % 2:
+                    await threads.call("b", store.all, "b")
+                else:
+                    await threads.call("b", store.create, "b")
+                waited.append(num_written - before)
+        finally:
+            has_ended = True
+            await asyncio.gather(*flooding)
+            threads.close()
+        return waited
+
+    name = store.create("a")["id"]
+    try:
+        assert max(asyncio.run(use())) <= 3 * NUM_THREADS
+    finally:
+        store.close()

@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import threading
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -91,6 +93,30 @@ class Begun(NamedTuple):
     """size of the messages as JSON"""
 
 
+class _Turns:
+    """A lock that threads get in the order in which they want it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._line: deque[int] = deque()
+        """the threads that want it; the first one has it"""
+
+    def __enter__(self) -> None:
+        """Wait for it; raises `TimeoutError`."""
+        own = threading.get_ident()
+        with self._changed:
+            self._line.append(own)
+            if not self._changed.wait_for(lambda: self._line[0] == own, self._timeout_s):
+                self._line.remove(own)
+                raise TimeoutError("the database is used by others for too long")
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._line.popleft()
+            self._changed.notify_all()
+
+
 class SessionStore:
     """See the module's docstring."""
 
@@ -99,6 +125,8 @@ class SessionStore:
     ) -> None:
         """Raises `ConfigError` if the database cannot be used."""
         self._quota = quota or Quota()
+        self._turns: _Turns | None = None
+        """of transactions, where there is one at a time"""
         try:
             _make_private(url)
             # Errors are logged, without the texts (`hide_parameters`). A database server may have
@@ -107,6 +135,7 @@ class SessionStore:
             waits: dict[str, Any] = {}
             if where.get_backend_name() == "sqlite":
                 waits = {"connect_args": {"timeout": limits.database_busy_s}}
+                self._turns = _Turns(limits.database_busy_s)
             elif where.get_backend_name() == "postgresql":
                 waits = {"connect_args": {"connect_timeout": CONNECT_S}, "pool_timeout": CONNECT_S}
             self._engine = sql.create_engine(
@@ -124,6 +153,14 @@ class SessionStore:
                 f" packages of an extra: {to_install('postgres')})",
             ) from None
 
+    @contextmanager
+    def _transaction(self) -> Iterator[sql.Connection]:
+        """A transaction. SQLite has one writer, and lets all others look again and again until they
+        give up, so a key that writes all the time would keep others out. Threads of this process
+        wait for each other instead."""
+        with self._turns or nullcontext(), self._engine.begin() as db:
+            yield db
+
     def create(
         self, owner: str, title: str = "", messages: Sequence[Message] = ()
     ) -> dict[str, Any]:
@@ -132,7 +169,7 @@ class SessionStore:
         _check_title(title)
         session_id, now = f"sess-{secrets.token_hex(16)}", int(time.time())
         row = {"id": session_id, "owner": owner, "title": title, "created": now, "updated": now}
-        with self._engine.begin() as db:
+        with self._transaction() as db:
             db.execute(sql.insert(_sessions).values(row))
             db.execute(sql.insert(_sizes).values(session=session_id, messages=0, bytes=0))
             _append(db, session_id, 0, messages)
@@ -143,12 +180,12 @@ class SessionStore:
         """The owner's sessions, the last used one first, at most `MAX_LISTED`."""
         query = sql.select(_sessions).where(_sessions.c.owner == owner)
         query = query.order_by(_sessions.c.updated.desc(), _sessions.c.id).limit(MAX_LISTED)
-        with self._engine.connect() as db:
+        with self._transaction() as db:
             return [_shown(row._mapping) for row in db.execute(query)]
 
     def read(self, owner: str, session_id: str) -> dict[str, Any]:
         """A session with its messages; raises `HttpError` (404) if the owner has no such one."""
-        with self._engine.connect() as db:
+        with self._transaction() as db:
             return {
                 **_shown(_owned_session(db, owner, session_id)),
                 "messages": _history(db, session_id),
@@ -156,7 +193,7 @@ class SessionStore:
 
     def num_bytes(self, owner: str, session_id: str) -> int:
         """Size of a session's messages as JSON, in bytes; 404 like `read`."""
-        with self._engine.connect() as db:
+        with self._transaction() as db:
             _owned_session(db, owner, session_id)
             return _num_bytes(db, session_id)
 
@@ -167,7 +204,7 @@ class SessionStore:
         Raises `HttpError`: 404 for an unknown session, 413 if the session or the owner's quota has
         no room for the turn, which is thus refused before it is answered.
         """
-        with self._engine.connect() as db:
+        with self._transaction() as db:
             _owned_session(db, owner, session_id)
             num_bytes = _num_bytes(db, session_id)
             if num_bytes + num_new > MAX_SESSION_BYTES:
@@ -180,7 +217,7 @@ class SessionStore:
     def rename(self, owner: str, session_id: str, title: str) -> dict[str, Any]:
         """Change a session's title; returns the session."""
         _check_title(title)
-        with self._engine.begin() as db:
+        with self._transaction() as db:
             row = _owned_session(db, owner, session_id)
             db.execute(
                 sql.update(_sessions).where(_sessions.c.id == session_id).values(title=title)
@@ -189,7 +226,7 @@ class SessionStore:
 
     def delete(self, owner: str, session_id: str) -> None:
         """Delete a session; 404 like `read`."""
-        with self._engine.begin() as db:
+        with self._transaction() as db:
             _owned_session(db, owner, session_id)
             db.execute(sql.delete(_messages).where(_messages.c.session == session_id))
             db.execute(sql.delete(_sizes).where(_sizes.c.session == session_id))
@@ -200,7 +237,7 @@ class SessionStore:
         """Delete the sessions of all owners but these and the one without a key (""); returns their
         number."""
         gone = _sessions.c.owner.not_in([*owners, ""])
-        with self._engine.begin() as db:
+        with self._transaction() as db:
             theirs = sql.select(_sessions.c.id).where(gone)
             for table in (_messages, _sizes, _leases):
                 db.execute(sql.delete(table).where(table.c.session.in_(theirs)))
@@ -229,7 +266,7 @@ class SessionStore:
         has (`turn`: see `lease`). Raises `HttpError` (409) if the session does not have
         `num_before` messages, because another turn was written since."""
         try:
-            with self._engine.begin() as db:
+            with self._transaction() as db:
                 _owned_session(db, owner, session_id)
                 history = _history(db, session_id)
                 if len(history) != num_before:
@@ -250,7 +287,7 @@ class SessionStore:
         """Let a session belong to a turn for `LEASE_S`. `turn`: a random name. Raises `HttpError`:
         409 if it belongs to another one, 404 for an unknown session."""
         try:
-            with self._engine.begin() as db:
+            with self._transaction() as db:
                 _owned_session(db, owner, session_id)
                 now_s = database_clock(db)
                 here = _leases.c.session == session_id
@@ -262,13 +299,13 @@ class SessionStore:
 
     def renew_leases(self, turns: Collection[str]) -> None:
         """Let the leases of these turns last for another `LEASE_S`."""
-        with self._engine.begin() as db:
+        with self._transaction() as db:
             theirs = sql.update(_leases).where(_leases.c.turn.in_(turns))
             db.execute(theirs.values(ends=database_clock(db) + LEASE_S))
 
     def end_lease(self, turn: str) -> None:
         """End the lease of a turn, if it has one."""
-        with self._engine.begin() as db:
+        with self._transaction() as db:
             db.execute(sql.delete(_leases).where(_leases.c.turn == turn))
 
     def _check_quota(self, db: sql.Connection, owner: str, more: Quota | None = None) -> None:
