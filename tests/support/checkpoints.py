@@ -77,7 +77,7 @@ QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_head
 LAYER_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOWED = {**SMALL, "sliding_window": 24, "pad_token_id": 0}
 FEW = {**SMALL, "num_hidden_layers": 2, "pad_token_id": 0}
-GPT2 = {
+GPT2: dict[str, object] = {
     **{"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 1024},
     **{"bos_token_id": EOS_ID, "eos_token_id": EOS_ID},
 }
