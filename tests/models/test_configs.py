@@ -44,6 +44,9 @@ def in_old_keys(fields: dict[str, Any]) -> dict[str, Any]:
         old["rope_local_base_freq"] = local["rope_theta"]
     if "partial_rotary_factor" in spec:
         old["partial_rotary_factor"] = spec.pop("partial_rotary_factor")
+    if fields["model_type"] == "gpt_neox":
+        old["rotary_emb_base"] = old.pop("rope_theta")
+        old["rotary_pct"] = old.pop("partial_rotary_factor")
     kind = spec.pop("rope_type")
     if kind != "default":
         old["rope_scaling"] = {"rope_type" if local else "type": kind, **spec}
@@ -64,6 +67,7 @@ def test_old_keys_mean_the_same(case: tuple[str, str]) -> None:
 
 BARE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads")
+OTHERS = ("n_embd", "n_head", "n_layer", "num_heads", "num_layers", "shared_intermediate_size")
 
 
 def class_default(family: str) -> tuple[dict[str, Any], ModelConfig]:
@@ -72,7 +76,7 @@ def class_default(family: str) -> tuple[dict[str, Any], ModelConfig]:
     more = {"layer_types": ["full_attention"] * 32, "num_local_experts": 0}
     fields = kind(**(more if family == "granite_hybrid" else {})).to_dict()
     fields["architectures"] = [architecture_of(family)]
-    names = (*BARE, *HEADS, "n_embd", "n_head", "n_layer", "shared_intermediate_size")
+    names = (*BARE, *HEADS, *OTHERS)
     sizes = {name: fields[name] for name in names if name in fields}
     sizes["architectures"] = fields["architectures"]
     return sizes | (more if family == "granite_hybrid" else {}), parse_model_config(fields, "class")

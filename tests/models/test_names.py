@@ -52,6 +52,28 @@ def test_the_text_part_of_a_multimodal_gemma3(tmp_path: Path, prefix: str, visio
     assert_same(tmp_path, theirs)
 
 
+def test_a_qwen2_vl_with_the_names_and_fields_of_the_hub(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The decoder has no prefix, and the outer config has the text's fields."""
+    theirs = write_checkpoint(tmp_path, "qwen2_5_vl")
+    rename(
+        tmp_path,
+        lambda name: name.replace("model.language_model.", "model.").replace(
+            "model.visual.", "visual."
+        ),
+    )
+    raw = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    text = raw.pop("text_config")
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    text["rope_theta"] = text.pop("rope_parameters")["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps({**text, **raw}), encoding="utf-8")
+    with caplog.at_level("INFO"):
+        assert_same(tmp_path, theirs)
+    lines = [each for each in caplog.messages if "its text part is loaded" in each]
+    assert len(lines) == 1
+
+
 def test_gpt2_as_it_is_on_the_hub(tmp_path: Path) -> None:
     """The names have no prefix, and the causal masks are stored too."""
     theirs = write_checkpoint(tmp_path, "gpt2")

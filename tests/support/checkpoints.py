@@ -77,6 +77,10 @@ QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_head
 LAYER_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOWED = {**SMALL, "sliding_window": 24, "pad_token_id": 0}
 FEW = {**SMALL, "num_hidden_layers": 2, "pad_token_id": 0}
+GPT2: dict[str, object] = {
+    **{"vocab_size": VOCAB_SIZE, "n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 1024},
+    **{"bos_token_id": EOS_ID, "eos_token_id": EOS_ID},
+}
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", SMALL),
     "mistral": ("Mistral", SMALL),
@@ -148,18 +152,20 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "arcee": ("Arcee", FEW),
     "nemotron": ("Nemotron", FEW),
     "apertus": ("Apertus", FEW),
-    "gpt2": (
-        "GPT2",
+    "gpt2": ("GPT2", GPT2),
+    "gpt_bigcode": ("GPTBigCode", GPT2),
+    "gpt_neo": (
+        "GPTNeo",
         {
-            "vocab_size": VOCAB_SIZE,
-            "n_embd": 64,
-            "n_head": 4,
-            "n_layer": 3,
-            "n_positions": 1024,
-            "bos_token_id": EOS_ID,
-            "eos_token_id": EOS_ID,
+            **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_heads": 4, "num_layers": 2},
+            **{"attention_types": [[["global", "local"], 1]], "window_size": 24},
+            **{"max_position_embeddings": 1024, "bos_token_id": EOS_ID, "eos_token_id": EOS_ID},
         },
     ),
+    "gptj": ("GPTJ", {**GPT2, "rotary_dim": 8}),
+    "gpt_neox": ("GPTNeoX", FEW),
+    "phi": ("Phi", FEW),
+    "opt": ("OPT", {**FEW, "ffn_dim": 112}),
 }
 """Family → (prefix of transformers' class names, a small shape)."""
 VISIONS: dict[str, dict[str, object]] = {
@@ -172,7 +178,7 @@ VISIONS: dict[str, dict[str, object]] = {
 """Multimodal families: the shape of the part for images; the small shape is that of the text."""
 ONE_MORE = ("gemma", "gemma3", "gemma3_vl", "nemotron")
 """Families whose norms multiply by 1 + w."""
-UNCHATTED = ("gpt2",)
+UNCHATTED = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "gpt_neox", "opt")
 """Families before chats."""
 
 

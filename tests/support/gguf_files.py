@@ -113,7 +113,7 @@ def add_family_keys(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         is_number = key.startswith(("attention.scale", "attention.clamp")) or key.endswith("_scale")
         if is_number and value is not None:
             writer.add_float32(f"{arch}.{key}", value)
-    if arch == "stablelm":
+    if arch in ("stablelm", "gptneox"):
         writer.add_parallel_residual(config.use_parallel_residual)
     if arch == "granitehybrid":
         writer.add_bool(f"{arch}.rope.scaling.finetuned", config.position_embedding_type == "rope")
@@ -165,7 +165,8 @@ def write(
     inner = "shared_intermediate_size" if arch == "granitehybrid" else "intermediate_size"
     writer.add_feed_forward_length(getattr(config, inner))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if arch != "gptneox":
+        writer.add_head_count_kv(config.num_key_value_heads)
     key, field = GGUF_FAMILIES[arch].eps
     writer.add_float32(f"{arch}.{key}", getattr(config, field, 1e-5))
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -214,9 +215,14 @@ def write(
             data = blocks(values.shape, stored)
         else:
             data = gguf.quants.quantize(values + np.float32(shift), stored)
+        if "query_key_value" in name:  # the file has all q, then all k, then all v
+            apart = data.reshape(config.num_attention_heads, 3, size, *data.shape[1:])
+            data, seen_as = np.ascontiguousarray(apart.swapaxes(0, 1)).reshape(data.shape), data
+        else:
+            seen_as = data
         for written, part in parts_of(names, name, data):
             writer.add_tensor(written, part, raw_dtype=stored)
-        seen = gguf.quants.dequantize(data, stored).reshape(values.shape) - np.float32(shift)
+        seen = gguf.quants.dequantize(seen_as, stored).reshape(values.shape) - np.float32(shift)
         back = seen if order is None else seen[np.argsort(order)]
         parameter.data = torch.from_numpy(back.copy())
     writer.write_header_to_file()

@@ -33,6 +33,9 @@ LONGROPE = {
     "short_factor": [1.0 + i / 4 for i in range(6)],
     "long_factor": [1.5 + i for i in range(6)],
 }
+UNTIED = {"tie_word_embeddings": False}
+INNER = {"intermediate_size": 96}
+WHOLLY = {"rope_parameters": WHOLE}
 TIED = {"tie_word_embeddings": True}
 ATTENTION_BIAS = {"attention_bias": True}
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -208,6 +211,26 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "untied, own inner size": {"tie_word_embeddings": False, "n_inner": 96},
         "three shards": {"shard_bytes": 300_000},
     },
+    "gpt_bigcode": {"plain": {}, "many key/value heads, untied": {"multi_query": False, **UNTIED}},
+    "gpt_neo": {
+        "plain": {},
+        "exact GELU, own inner size": {"activation_function": "gelu", **INNER},
+    },
+    "gptj": {"plain": {}, "all of a head rotates": {"rotary_dim": 16}},
+    "gpt_neox": {
+        "plain": {},
+        "sequential, half rotates, no biases, tied": {
+            "use_parallel_residual": False,
+            "rope_parameters": HALF,
+            "attention_bias": False,
+            **TIED,
+        },
+    },
+    "phi": {
+        "plain": {},
+        "one kv head, all of a head rotates": {"num_key_value_heads": 1, **WHOLLY},
+    },
+    "opt": {"plain": {}, "no biases, untied": {"enable_bias": False, **UNTIED}},
 }
 
 STACKED = (

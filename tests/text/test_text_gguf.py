@@ -25,6 +25,7 @@ from tests.support.text_checkpoints import CHATML_TEMPLATE, SENTENCES, load_pair
 
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
 QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
+O200K = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # noqa: E501
 BYTES = pre.ByteLevel(add_prefix_space=False, use_regex=False)
 GPT2 = pre.ByteLevel(add_prefix_space=False)
 
@@ -36,6 +37,8 @@ def split(pattern: str) -> pre.Sequence:
 PRE = {
     "llama-bpe": split(LLAMA3),
     "qwen2": split(QWEN2),
+    "glm4": split(LLAMA3),
+    "gpt-4o": split(O200K),
     "smollm": pre.Sequence([pre.Digits(individual_digits=True), GPT2]),
     "gpt-2": GPT2,
     "default": GPT2,

@@ -66,6 +66,14 @@ GGUF_FAMILIES: Mapping[str, GGUFFamily] = {
     "gpt2": GGUFFamily(
         architecture="GPT2LMHeadModel", eps=(LAYER_EPS, "layer_norm_epsilon"), biases=_NONE
     ),
+    "gptneox": GGUFFamily(
+        architecture="GPTNeoXForCausalLM",
+        eps=_LAYER_NORM,
+        keys={"use_parallel_residual": "use_parallel_residual"},
+        biases={"attention_bias": "attn_qkv"},
+        shares=True,
+    ),
+    "phi2": GGUFFamily(architecture="PhiForCausalLM", eps=_LAYER_NORM, biases=_NONE, shares=True),
     "smollm3": GGUFFamily(architecture="SmolLM3ForCausalLM", pairs=True),
     "phi3": GGUFFamily(
         architecture="Phi3ForCausalLM",

@@ -6,7 +6,10 @@ module imports the standard library only.
 
 from __future__ import annotations
 
-from infer.models.families import GELU_TANH, LAYER_NORM, read_dtype
+from collections.abc import Mapping
+from dataclasses import replace
+
+from infer.models.families import GELU_TANH, LAYER_NORM, decoder, read_dtype
 from infer.models.layer_forms import LayerForm, TensorLayout
 from infer.models.model_config import MAX_LAYERS, ConfigReader, ModelConfig
 
@@ -24,12 +27,189 @@ GPT2_NAMES = {
 """GPT-2's names of tensors."""
 
 
+_BUFFERS = ("attn.bias", "attn.masked_bias", "attn.attention.bias", "attn.attention.masked_bias")
+"""Causal masks, which old checkpoints store."""
+_OWN_HEADS = {"num_key_value_heads": None, "head_dim": None}
+"""Fields that the families do not have: each query head has its own keys and values."""
+_ACTIVATIONS: Mapping[str, str] = {
+    **dict.fromkeys(GELU_TANH, "gelu_tanh"),
+    **{"gelu": "gelu", "relu": "relu"},
+}
+"""Names of activations in configs → their names in `LayerForm`."""
+
+
 def read_gpt2(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of GPT-2: the same sizes under other names; learned positions."""
-    hidden, heads = reader.size("n_embd"), reader.size("n_head")
-    reader.only("activation_function", GELU_TANH[:2], "gelu_new")
-    reader.only("scale_attn_weights", (True,), True)
     reader.only("scale_attn_by_inverse_layer_idx", (False,), False)
+    config = _gpt2(architecture, reader, "gelu_new")
+    return replace(config, layout=replace(config.layout, transposed=True))
+
+
+def read_bigcode(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of StarCoder 1: GPT-2's, with one key/value head."""
+    reader.use_defaults(tie_word_embeddings=True)
+    config = _gpt2(architecture, reader, "gelu_pytorch_tanh")
+    if not reader.get("multi_query", bool, True):
+        return replace(config, layout=replace(config.layout, grouped=True))
+    return replace(config, num_kv_heads=1)
+
+
+def read_gptj(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of GPT-J: parallel blocks behind one norm; pairs of a part of each head rotate."""
+    reader.use_defaults(n_positions=2048, tie_word_embeddings=False)
+    config = _gpt2(architecture, reader, "gelu_new")
+    rotary = reader.size("rotary_dim", 64)
+    if rotary > config.head_dim or rotary % 2:
+        reader.problems.append(f"rotary_dim ({rotary}) must be even, and {config.head_dim} at most")
+        rotary = config.head_dim
+    names = {
+        **GPT2_NAMES,
+        **{f"{part}_proj": f"attn.{part}_proj" for part in "qkv"},
+        **{"o_proj": "attn.out_proj", "up_proj": "mlp.fc_in", "down_proj": "mlp.fc_out"},
+    }
+    return replace(
+        config,
+        positions_offset=None,
+        ropes=(),
+        rope=replace(config.rope, rotary_size=None if rotary == config.head_dim else rotary),
+        qkv_bias=False,
+        o_bias=False,
+        head_bias=True,
+        form=replace(config.form, parallel=True, one_norm=True),
+        layout=replace(config.layout, names=names, pairs=True),
+    )
+
+
+def read_gpt_neo(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of GPT-Neo: windows in every other layer, and scores without a scale."""
+    reader.use_defaults(tie_word_embeddings=True)
+    types = reader.raw.get("attention_types") or [[["global", "local"], 12]]
+    try:
+        kinds = [kind for some, times in types for _ in range(times) for kind in some]
+    except (TypeError, ValueError):
+        kinds = []
+    fields = {
+        "n_embd": reader.size("hidden_size"),
+        "n_head": reader.size("num_heads"),
+        "n_layer": reader.size("num_layers", most=MAX_LAYERS),
+        "n_positions": reader.size("max_position_embeddings", 2048),
+    }
+    if len(kinds) != fields["n_layer"] or set(kinds) - {"global", "local"}:
+        reader.problems.append(
+            f"attention_types must give global or local for each layer, not {types!r:.80}"
+        )
+        kinds = ["global"] * fields["n_layer"]
+    reader.use({**reader.raw, **fields, "n_inner": reader.raw.get("intermediate_size")})
+    config = _gpt2(architecture, reader, "gelu_new")
+    window = reader.size("window_size", 256)
+    names = {
+        **GPT2_NAMES,
+        **{f"{part}_proj": f"attn.attention.{part}_proj" for part in "qkv"},
+        "o_proj": "attn.attention.out_proj",
+    }
+    return replace(
+        config,
+        query_scale=1.0,
+        qkv_bias=False,
+        windows=tuple(window if kind == "local" else None for kind in kinds),
+        layout=replace(config.layout, names=names),
+    )
+
+
+def read_opt(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of OPT: learned positions, of which the first two are not used; ReLU."""
+    for name in ("do_layer_norm_before", "layer_norm_elementwise_affine"):
+        reader.only(name, (True,), True)
+    reader.only("_remove_final_layer_norm", (False,), False)
+    hidden = reader.size("hidden_size")
+    reader.only("word_embed_proj_dim", (None, hidden), None)
+    inner = reader.size("ffn_dim", 4 * hidden)
+    reader.use({**reader.raw, **_OWN_HEADS, "intermediate_size": inner})
+    reader.use_defaults(tie_word_embeddings=True)
+    bias = reader.get("enable_bias", bool, True)
+    act = str(reader.only("activation_function", tuple(_ACTIVATIONS), "relu"))
+    config = decoder(architecture, reader, acts=None, eps=None, rotates=False)
+    names = {
+        "norm": "final_layer_norm",
+        "attention_in_norm": "self_attn_layer_norm",
+        "mlp_in_norm": "final_layer_norm",
+        **{"o_proj": "self_attn.out_proj", "up_proj": "fc1", "down_proj": "fc2"},
+    }
+    return replace(
+        config,
+        norm_eps=1e-5,
+        ropes=(None,) * config.num_layers,
+        positions_offset=2,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        form=_form(act),
+        layout=TensorLayout(roots=("model.decoder.", "decoder."), names=names),
+    )
+
+
+def read_neox(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of GPT-NeoX and Pythia: parallel blocks; a part of each head rotates."""
+    reader.use({**reader.raw, **_OWN_HEADS})
+    reader.use_defaults(layer_norm_eps=1e-5, rope_theta=reader.raw.get("rotary_emb_base", 1e4))
+    parallel = reader.get("use_parallel_residual", bool, True)
+    act = str(reader.only("hidden_act", tuple(_ACTIVATIONS), "gelu"))
+    bias = reader.get("attention_bias", bool, True)
+    config = decoder(architecture, reader, acts=None, eps="layer_norm_eps", share=0.25)
+    names = {
+        "embed_tokens": "embed_in",
+        "norm": "final_layer_norm",
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attention.query_key_value"),
+        "o_proj": "attention.dense",
+        **{"up_proj": "mlp.dense_h_to_4h", "down_proj": "mlp.dense_4h_to_h"},
+    }
+    return replace(
+        config,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=True,
+        form=replace(_form(act), parallel=parallel),
+        layout=TensorLayout(
+            roots=("gpt_neox.",),
+            names=names,
+            head="embed_out",
+            grouped=True,
+            ignored=("attention.bias", "attention.masked_bias"),
+        ),
+    )
+
+
+def read_phi(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of Phi-1 and Phi-2: parallel blocks with one norm; a part of each head rotates."""
+    reader.use_defaults(layer_norm_eps=1e-5)
+    reader.only("qk_layernorm", (False,), False)
+    act = str(reader.only("hidden_act", tuple(_ACTIVATIONS), "gelu_new"))
+    config = decoder(architecture, reader, acts=None, eps="layer_norm_eps", share=0.5)
+    names = {
+        "norm": "final_layernorm",
+        **{"o_proj": "self_attn.dense", "up_proj": "mlp.fc1", "down_proj": "mlp.fc2"},
+    }
+    return replace(
+        config,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        form=replace(_form(act), parallel=True, one_norm=True),
+        layout=TensorLayout(names=names),
+    )
+
+
+def _form(activation: str) -> LayerForm:
+    """LayerNorm and an MLP without a gate, with an activation by its name in configs."""
+    return LayerForm(norm=LAYER_NORM, gated=False, activation=_ACTIVATIONS.get(activation, "gelu"))
+
+
+def _gpt2(architecture: str, reader: ConfigReader, activation: str) -> ModelConfig:
+    """What GPT-2 and its relatives share. `activation`: the class's."""
+    hidden, heads = reader.size("n_embd"), reader.size("n_head")
+    act = str(reader.only("activation_function", tuple(_ACTIVATIONS), activation))
+    reader.only("scale_attn_weights", (True,), True)
     reader.only("add_cross_attention", (False,), False)
     if hidden % heads:
         reader.problems.append(f"n_embd ({hidden}) must be a multiple of n_head ({heads})")
@@ -49,13 +229,9 @@ def read_gpt2(architecture: str, reader: ConfigReader) -> ModelConfig:
         dtype=read_dtype(reader),
         ropes=(None,) * num_layers,
         positions_offset=0,
-        form=LayerForm(norm=LAYER_NORM, gated=False, activation="gelu_tanh"),
+        form=_form(act),
         layout=TensorLayout(
-            roots=("transformer.", ""),
-            layers="h.",
-            names=GPT2_NAMES,
-            transposed=True,
-            ignored=("attn.bias", "attn.masked_bias"),
+            roots=("transformer.", ""), layers="h.", names=GPT2_NAMES, ignored=_BUFFERS
         ),
         qkv_bias=True,
         o_bias=True,

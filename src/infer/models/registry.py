@@ -36,7 +36,7 @@ class Architecture:
     """Whether positions are added to the embeddings instead of rotating queries and keys."""
 
 
-_F = families
+_F, _O = families, older_families
 _GEMMA3 = "sliding and global layers with a RoPE each, four norms, scaled embedding, soft-capping"
 # The supported architectures by their name in `config.json`.
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -164,9 +164,32 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Apertus", _F.read_apertus, "xIELU without a gate, q/k norm", ("apertus",)
     ),
     "GPT2LMHeadModel": Architecture(
-        "GPT-2", older_families.read_gpt2,
+        "GPT-2", _O.read_gpt2,
         "learned positions, fused projections; no chat template, so `/v1/completions` only",
         ("gpt2",), has_learned_positions=True,
+    ),
+    "GPTBigCodeForCausalLM": Architecture(
+        "StarCoder 1, SantaCoder", _O.read_bigcode, "as GPT-2, with `multi_query`",
+        ("gpt_bigcode",), has_learned_positions=True,
+    ),
+    "GPTNeoForCausalLM": Architecture(
+        "GPT-Neo", _O.read_gpt_neo, "as GPT-2, with windows in every other layer", ("gpt_neo",),
+        has_learned_positions=True,
+    ),
+    "GPTJForCausalLM": Architecture(
+        "GPT-J", _O.read_gptj, "parallel blocks, rotation of pairs in part of each head", ("gptj",)
+    ),
+    "GPTNeoXForCausalLM": Architecture(
+        "GPT-NeoX, Pythia", _O.read_neox, "parallel blocks, part of each head rotates",
+        ("gpt_neox",),
+    ),
+    "PhiForCausalLM": Architecture(
+        "Phi-1, Phi-2", _O.read_phi, "parallel blocks, part of each head rotates, head with a bias",
+        ("phi",),
+    ),
+    "OPTForCausalLM": Architecture(
+        "OPT (norms before the blocks)", _O.read_opt, "learned positions, ReLU", ("opt",),
+        has_learned_positions=True,
     ),
 }  # fmt: skip
 

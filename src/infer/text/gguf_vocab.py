@@ -36,18 +36,22 @@ _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endofte
          "<end_of_turn>")  # fmt: skip
 
 
-def _tekken_pattern() -> str:
+def _tekken_pattern(max_digits: str = "", ending: str = "") -> str:
     """The split pattern of Mistral's newer models.
 
     A word ends before a capital letter, each digit is separate, and slashes stay with the
-    punctuation before them.
+    punctuation before them. GPT-4o's has up to three digits together, and an English contraction
+    as the `ending` of its word.
     """
     capital, small = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
     first = r"[^\r\n\p{L}\p{N}]?"
     return (
-        f"{first}[{capital}]*[{small}]+|{first}[{capital}]+[{small}]*"
-        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        f"{first}[{capital}]*[{small}]+{ending}|{first}[{capital}]+[{small}]*{ending}"
+        r"|\p{N}" + max_digits + r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
+
+
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 
 
 _MAX_CUT_CHARS = 1 << 26
@@ -98,7 +102,8 @@ _TEKKEN = _Pre(_split(_tekken_pattern()), add_bos=True, ignore_merges=True)
 PRE_TOKENIZERS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), _SMAUG),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _SMAUG),
+    "gpt-4o": _Pre(_split(_tekken_pattern("{1,3}", _CONTRACTION))),
     "tekken": _TEKKEN,
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _SMOLLM
