@@ -286,7 +286,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         hints = {"user", "metadata", *grammar_fields.FIELDS, "session_id"}
         hints |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
         hints |= {"echo", "return_token_ids", "timeout"}
-            hints |= {"reasoning_effort", "enable_thinking", "thinking"}
+        hints |= {"reasoning_effort", "enable_thinking", "thinking"}
         handled |= {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
         handled |= {"truncation"}
         aliases = {"max_completion_tokens", "logprobs", "top_logprobs", "priority", "logit_bias"}
