@@ -87,14 +87,16 @@ class InputProcessor:
         seed: int | None = None,
         thoughts: tuple[str, str] | None = None,
         reuse_prefix: bool = True,
+        clamps: bool = False,
     ) -> Request:
         """Make a request from a text (tokenised as the checkpoint says) or a list of token ids.
 
         Requests with the same sampling can share the result of one `check`. `seed`, a signed 64-bit
         integer, overrides the sampling's; without either the seed is random. For `shown_token_ids`
         and `thoughts` see `Request`. Without `reuse_prefix` the request takes nothing from the
-        prefix cache, and no other request finds anything of it there. Raises `RequestError` for
-        input that is invalid or too long.
+        prefix cache, and no other request finds anything of it there. With `clamps` a `max_tokens`
+        beyond what the prompt leaves becomes what it leaves; otherwise it is refused. Raises
+        `RequestError` for input that is invalid or too long.
         """
         token_ids = self.tokenize(prompt)
         checked = sampling
@@ -109,7 +111,7 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             sampling=sampling,
             seed=seed,
-            max_tokens=self._max_tokens(len(token_ids), checked),
+            max_tokens=self._max_tokens(len(token_ids), checked, clamps=clamps),
             eos_token_ids=() if sampling.ignore_eos else self._eos,
             priority=priority,
             # Cached pages give no logits, so log-probabilities of the prompt exclude sharing.
@@ -239,11 +241,11 @@ class InputProcessor:
             raise too_long(limit, found, param="prompt")
         return limit - num_prompt
 
-    def _max_tokens(self, num_prompt: int, checked: CheckedSampling) -> int:
+    def _max_tokens(self, num_prompt: int, checked: CheckedSampling, *, clamps: bool) -> int:
         limit, room = self.limits.max_seq_len, self._remaining_tokens(num_prompt)
         most, least = checked.sampling.max_tokens, checked.sampling.min_tokens
         wanted = room if most is None else most
-        if "max_tokens" in checked.defaulted:
+        if clamps or "max_tokens" in checked.defaulted:
             wanted = min(wanted, room)
         if wanted > room:
             found = f"prompt ({num_prompt}) + max_tokens ({wanted}) is {num_prompt + wanted}"

@@ -235,12 +235,12 @@ def _fitted(
     count: Callable[[R], int],
 ) -> Steps[R]:
     """The prompt, without the oldest turns if the body allows it; `wire.dropped` says how many. It
-    leaves room for `max_tokens`, or else for one token."""
+    leaves room for `max_tokens`, of which half of the context is enough, or else for one token."""
     if wire.truncation == "disabled":
         prompt = yield from render(messages)
         return prompt
     wanted = sampling.max_tokens or max(1, sampling.min_tokens)
-    room = engine.max_seq_len - wanted
+    room = engine.max_seq_len - min(wanted, engine.max_seq_len // 2)
     found = yield from truncation.fitted(messages, render, count, room)
     wire.leave_out(found.dropped)
     return found.prompt

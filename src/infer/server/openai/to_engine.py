@@ -81,8 +81,13 @@ def requests_of(
     shown_token_ids: tuple[int, ...] = (),
     thoughts: tuple[str, str] | None = None,
     reuse_prefix: bool = True,
+    clamps: bool = True,
 ) -> Iterator[Request]:
-    """`n` requests for each prompt, all with one sampling; see `InputProcessor.make_request`."""
+    """`n` requests for each prompt, all with one sampling; see `InputProcessor.make_request`.
+
+    `clamps`: agents ask for the same large `max_tokens` in every request, whatever the prompt
+    leaves.
+    """
     ids = (f"{answer_id}-{index}" for index in itertools.count())
     for prompt in prompts:
         request = engine.make_request(
@@ -93,6 +98,7 @@ def requests_of(
             shown_token_ids=shown_token_ids,
             thoughts=thoughts,
             reuse_prefix=reuse_prefix,
+            clamps=clamps,
         )
         yield request
         for i in range(1, n):

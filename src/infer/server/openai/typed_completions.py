@@ -113,6 +113,7 @@ class TypedCompletionsApi:
                     answer_id,
                     priority=wire.priority,
                     reuse_prefix=wire.reuse_prefix,
+                    clamps=False,
                 )
                 return list(requests)
         except RequestError as error:
