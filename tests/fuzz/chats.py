@@ -40,7 +40,7 @@ CHARS = st.sampled_from([*"ab1 {}[]()\"'\\,:;=\n<>|`/_-.", "é", "\u2028", "\U00
 WORDS = st.text(CHARS, max_size=8)
 MARKS = sorted(
     {mark for way in FORMATS for mark in way.all_marks}
-    | {mark for pair in THOUGHTS for mark in (pair.opening, pair.closing)}
+    | {mark for pair in THOUGHTS for mark in pair.marks}
     | {"```json\n", "```", "</tool_call>", "all\n", "f(a=1)", '{"name": "f", "arguments": {}}'}
 )
 ROUND = 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from typing import Any
 
@@ -184,6 +185,39 @@ def test_the_work_is_linear_in_the_text(family: Any, key: str) -> None:
         if piece.state == "whole":
             break
     assert json.loads("".join(given)) == {key: value}
+
+
+@pytest.mark.parametrize("rounds", [30, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_stream_is_the_whole_at_every_split(family: Any, rounds: int) -> None:
+    """Values of the tags themselves, whole and cut: what has been given is never taken back."""
+    draw, way = random.Random(family.name), format_named(family.name)
+    parts = (family.closing, family.end, family.after.replace("{key}", "text"), *family.openings)
+    atoms = (
+        *CODE,
+        *parts,
+        family.key_mark,
+        family.starts,
+        " ",
+        "12",
+        "true",
+        "null",
+        "[1]",
+        "\r\n",
+    )
+    for _ in range(rounds):
+        keys = draw.sample(sorted(PROPERTIES), draw.randint(0, 4))
+        made = {key: "".join(draw.choices(atoms, k=draw.randrange(6))) for key in keys}
+        text = "Hm.\n" * draw.randrange(2) + way.write([call("f", **made)] * draw.randint(1, 2))
+        text = text[: draw.choice((len(text), draw.randrange(len(text) + 1)))]
+        text += draw.choice(("", " more", "<", "\n", "</think>"))
+        how = {"names": TOOLS, "inside": draw.random() < 0.3}
+        whole = told_apart([text], way, **how)
+        assert told_apart(list(text), way, **how) == whole, text
+        for _ in range(6):
+            cuts = sorted(draw.choices(range(len(text) + 1), k=draw.randint(1, 9)))
+            pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+            assert told_apart(pieces, way, **how) == whole, pieces
 
 
 def test_types() -> None:
