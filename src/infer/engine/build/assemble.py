@@ -160,7 +160,8 @@ def prepare(
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
             room = MemoryRoom() if ledger is None else _room_beside(ledger, plan)
-            return _build(config, checkpoint, draft, plan, dtype, device, announce, room)
+            parts = checkpoint, draft, plan, dtype, device
+            return _build(config, *parts, announce, room, has_process=beside_server)
 
     return Blueprint(
         model_name=readable(config.served_model_name or checkpoint.name),
@@ -313,6 +314,7 @@ def _build(
     device: torch.device,
     announce: Announce,
     room: Callable[[], int],
+    has_process: bool,
 ) -> tuple[EngineCore, EngineLimits]:
     started_s = time.perf_counter()
     # For a large vocabulary this takes a second, most of it with the interpreter's lock. While the
@@ -327,7 +329,7 @@ def _build(
     _warn_of_variance(config, model, device)
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
-    factory = RunnerFactory(config, plan, model, restrictions, device, seats)
+    factory = RunnerFactory(config, plan, model, restrictions, device, seats, has_process)
     num_pages = pages_that_fit(factory)
     storage = factory.storage(num_pages)
     runner = factory.runner(storage)
