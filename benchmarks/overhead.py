@@ -6,6 +6,8 @@ of sequences and two lengths of context, with which the time must not grow. A fu
 `match` for a long cached prompt. `--follow` reports the pages of the prefix index, too, as where
 several engines are routed to. `--ahead` measures `EngineCore.step` over the runner for GPUs, one
 step ahead, with all that the host does for a step but starting it; it needs Triton, and no GPU.
+`--steps` measures whole steps of an engine on this machine's kernels: how much of their time is
+outside of the kernels, one step ahead and not (`overhead_steps.py --help` has its options).
 Numbers are medians over the steps of one run; page faults and garbage collection are included.
 """
 
@@ -19,6 +21,7 @@ from collections.abc import Callable, Hashable
 from types import SimpleNamespace
 from typing import Any, cast
 
+import overhead_steps
 import torch
 
 from infer.config import SchedulerConfig
@@ -150,7 +153,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--follow", action="store_true", help="report the prefix index's pages")
     parser.add_argument("--ahead", action="store_true", help="of the runner for GPUs alone")
-    options = parser.parse_args()
+    parser.add_argument("--steps", action="store_true", help="of an engine on CPUs alone")
+    options, rest = parser.parse_known_args()
+    if options.steps:
+        overhead_steps.main(rest)
+        return
+    if rest:
+        parser.error(f"unknown: {rest}")
     if options.ahead:
         print("| sequences | context | core.step µs |")
         print("|---|---|---|")

@@ -7,7 +7,7 @@ import random
 import torch
 
 from infer.runner.pack import PackedStep, Packer
-from infer.schedule.sequence import Chunk, Plan, Sequence
+from infer.schedule.sequence import PENDING, Chunk, Plan, Sequence
 from infer.types import Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -42,6 +42,26 @@ def test_a_step_is_laid_out_as_it_says() -> None:
     assert (step.sampled_rows, step.sampled) == ([0], [first])
 
 
+def test_tokens_that_are_not_known_yet_come_from_the_step_before() -> None:
+    rng = random.Random(0)
+    first, second, third = (make_sequence(rng, num, 4) for num in (5, 9, 3))
+    packer = Packer(4, CPU)
+    before = packer.pack((Chunk(second, 8, 1), Chunk(third, 0, 2), Chunk(first, 4, 1)))
+    for sequence in (first, second):
+        sequence.tokens.append(PENDING)
+        sequence.table.pages.append(77)
+    plan = (Chunk(first, 5, 1), Chunk(third, 2, 1), Chunk(second, 9, 1))
+    step = Packer(4, CPU).pack(plan, before.rows())
+    assert step.tokens.tolist() == [0, third.tokens[2], 0]
+    step.fill([40, 41])
+    assert step.tokens.tolist() == [41, third.tokens[2], 40]
+    assert step.drawn_at.tolist() == [6, 3, 10]
+    # A sequence that is computed again after it has lost its pages, its last token included.
+    step = Packer(4, CPU).pack((Chunk(second, 0, 10), Chunk(first, 5, 1)), before.rows())
+    step.fill([40, 41])
+    assert step.tokens.tolist() == [*second.tokens[:9], 40, 41]
+
+
 def test_what_was_packed_before_changes_nothing() -> None:
     """Page tables grow, shrink and change in the middle; sequences come, go and swap places."""
     rng = random.Random(1)
@@ -52,9 +72,11 @@ def test_what_was_packed_before_changes_nothing() -> None:
                 table = sequence.table.pages
                 if rng.random() < 0.3:  # a page was replaced by an older one with equal content
                     table[rng.randrange(len(table))] = rng.randrange(1, 500)
+                    sequence.table.version += 1
                 if rng.random() < 0.2:
                     sequence.tokens += [1] * page_size
                     table.append(rng.randrange(1, 500))
+                    sequence.table.version += 1
             if rng.random() < 0.4:
                 seated.append(make_sequence(rng, rng.randint(1, 100), page_size))
             if len(seated) > 1 and rng.random() < 0.4:

@@ -153,6 +153,50 @@ def test_the_workloads_notice_a_wrong_device_token() -> None:
         run_workloads(30, WrongRow)
 
 
+class FailsInFlight(AheadHashRunner):
+    """A runner whose steps fail in flight, some of them; so does what was launched behind them."""
+
+    num_launched = num_lost = 0
+
+    def launch(self, plan: Plan) -> Landed:
+        landed = super().launch(plan)
+        FailsInFlight.num_launched += 1
+        if FailsInFlight.num_launched % 4 < 3:
+            return landed
+        FailsInFlight.num_lost += 1
+        return LostFlight(landed.sampled)
+
+
+class LostFlight(Landed):
+    def results(self) -> list[Sampled]:
+        raise MemoryError("on purpose")
+
+
+def test_a_step_that_fails_in_flight_is_computed_again() -> None:
+    run_workloads(200, FailsInFlight)
+    assert FailsInFlight.num_lost > 500
+
+
+RETRACTED: dict[str, tuple[str, str]] = {
+    "the place of its token stays": ("sequence.tokens.pop()", "pass"),
+    "its tokens stay computed": ("sequence.num_computed = max(chunk.start, num_adopted)", "pass"),
+    "who was preempted is moved, too": (
+        "if sequence.num_preemptions == advanced.num_preemptions:",
+        "if True:",
+    ),
+    "who has ended is moved, too": ("if sequence.status is Status.FINISHED:", "if False:"),
+}
+
+
+@pytest.mark.parametrize("name", RETRACTED)
+def test_the_workloads_notice_what_a_failed_step_leaves(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Committer, "retract", rewritten(Committer.retract, *RETRACTED[name]))
+    with pytest.raises((AssertionError, IndexError, KeyError, ValueError)):
+        run_workloads(400, FailsInFlight)
+
+
 def request(name: str, *prompt: int, max_tokens: int = 6, **sampling: Any) -> Request:
     return Request(name, prompt, SamplingParams(**sampling), seed=1, max_tokens=max_tokens)
 

@@ -143,6 +143,11 @@ void infer_linear(void* layer, const uint16_t* x, long x_stride, const uint16_t*
 void infer_draw(const float* rows, const float* tops, long stride, long n, long num_tops, const struct DrawRow* wanted,
                 long count, int64_t* tokens, int threads);
 
+// rows [R, n] of logits, n a multiple of 16; wanted, tokens [count]. A token is drawn where the temperature is above 0;
+// else it is the most probable one, of equals the first. -1: the row has NaN, or its largest number is infinite.
+void infer_sample(const float* rows, long stride, long n, const struct DrawRow* wanted, long count, int64_t* tokens,
+                  int threads);
+
 // All layers of a decoder: x [T, hidden] → y [T, hidden]. `q_size`, `kv_size`: columns of q, and of k or v, in a
 // layer's qkv; `inner`: of the gate's result; `eps`: of the heads' norms. The plan must be of this step.
 void infer_layers(void* plan, const struct LayerAddresses* layers, const struct CacheAddresses* caches,

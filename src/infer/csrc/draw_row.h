@@ -90,6 +90,36 @@ INLINE void pass(const float* from, float* to, long n, double* sums, Weight weig
   }
 }
 
+// The largest of n numbers, and of their magnitudes as bits, which tell NaN from a number.
+inline float largest(const float* x, long n, int& magnitude) {
+  constexpr int WIDE = 64;  // loops of this length become vectors
+  float most[WIDE];
+  int bits[WIDE];
+  for (int lane = 0; lane < WIDE; ++lane) most[lane] = -INFINITY, bits[lane] = 0;
+  const auto take = [&](const float* from, int lane) {
+    most[lane] = most[lane] < from[lane] ? from[lane] : most[lane];
+    const int found = bits_of(from[lane]) & 0x7fffffff;
+    bits[lane] = bits[lane] < found ? found : bits[lane];
+  };
+  long i = 0;
+  for (; i + WIDE <= n; i += WIDE)
+    for (int lane = 0; lane < WIDE; ++lane) take(x + i, lane);
+  for (int lane = 0; lane < n - i; ++lane) take(x + i, lane);
+  magnitude = std::max(magnitude, *std::max_element(bits, bits + WIDE));
+  return *std::max_element(most, most + WIDE);
+}
+
+inline float find_top(const float* row, long n, double* tops) {
+  float top = -INFINITY;
+  int magnitude = 0;
+  for (long begin = 0; begin < n; begin += BLOCK, ++tops) {
+    const float most = largest(row + begin, std::min(BLOCK, n - begin), magnitude);
+    *tops = most;
+    top = std::max(top, most);
+  }
+  return magnitude > bits_of(INFINITY) ? NAN : top;
+}
+
 inline int64_t draw(const float* row, long n, float top, const DrawRow& wanted, float* weights, double* sums) {
   const float factor = 1.44269504f / (float)wanted.temperature;
   pass(row, weights, n, sums, [=](int, Floats x) { return exp2((x - top) * factor); });

@@ -7,7 +7,8 @@ One step ahead. A runner with `launch` has a step computed on a device while the
 core schedules and launches the next step before it waits for the tokens of the last one. A token
 that is not known yet is pending; the runner reads it on the device. A sequence whose sampling needs
 token ids on the host is left out of every second step. Where its grammar's mask is not ready in
-time, the step's result says so, and the last token is computed again.
+time, the step's result says so, and the last token is computed again. On CPUs the runner chooses
+for each step whether it goes ahead (`goes_ahead`).
 
 Containment. A step that raises has changed no sequence, and executing a part of its plan again
 writes the same cells. So the plan is executed in halves, and in halves of those, until the request
@@ -18,6 +19,7 @@ continues the requests.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -67,11 +69,28 @@ class Flight(Protocol):
         """Time the device took for the step, in milliseconds; known after `results`, else None."""
 
 
+Launched = tuple[Seq[Advanced], Flight]
+"""a step that has been launched: its chunks, and its results to come"""
+
+
 class LaunchingRunner(Runner, Protocol):
     """A runner whose device computes while the host works."""
 
     def launch(self, plan: Plan) -> Flight:
         """Begin to compute every chunk. Pending tokens come from the launch before."""
+
+
+class ChoosyRunner(LaunchingRunner, Protocol):
+    """A launching runner that does not always work ahead."""
+
+    def goes_ahead(self, running: Seq[Sequence]) -> bool:
+        """Whether the next step is launched before the one in flight is committed. `running`: the
+        sequences that may be in it."""
+
+
+def chooses(runner: Runner) -> TypeGuard[ChoosyRunner]:
+    """Whether a runner does not always work ahead."""
+    return hasattr(runner, "goes_ahead")
 
 
 def is_launching(runner: Runner) -> TypeGuard[LaunchingRunner]:
@@ -142,8 +161,10 @@ class EngineCore:
         self.step_events: StepEvents | None = None
         """events of the last call of `step`; None if there were none"""
         self._num_lost = 0
-        self._in_flight: tuple[Seq[Advanced], Flight] | None = None
+        self._in_flight: Launched | None = None
         """the step that has been launched and not yet committed"""
+        self._behind: Launched | None = None
+        """the step that was launched after it"""
 
     @property
     def has_work(self) -> bool:
@@ -177,12 +198,15 @@ class EngineCore:
         """
         if self._keeper is not None:
             self._keeper.tend()
-        started_s = self.scheduler.clock()
-        plan = self.scheduler.schedule(flush=flush)
-        if is_launching(self.runner):
-            outputs = self._step_ahead(self.runner, plan)
+        scheduler, runner = self.scheduler, self.runner
+        started_s = scheduler.clock()
+        if is_launching(runner) and (not chooses(runner) or runner.goes_ahead(scheduler.running)):
+            plan = scheduler.schedule(flush=flush)
+            outputs = self._step_ahead(runner, plan)
         else:
-            outputs = self._step_now(plan) if plan else []
+            outputs = self._commit_in_flight()
+            plan = scheduler.schedule(flush=flush)
+            outputs += self._step_now(plan) if plan else []
         self._collect_events(started_s, plan)
         return outputs
 
@@ -199,11 +223,13 @@ class EngineCore:
             else:
                 launched = (self.scheduler.advance(plan), flight)
                 self._num_lost = 0
+        self._behind = launched
         outputs = self._commit_in_flight()
-        self._in_flight = launched
+        self._in_flight, self._behind = self._behind, None
         if plan and launched is None:
             # Computed with nothing in flight. Some sequences may have ended with the step before.
             rest = tuple(c for c in plan if c.sequence.status is Status.RUNNING)
+            rest = tuple(c for c in rest if c.start == c.sequence.num_computed)  # not repeated
             outputs += self._step_now(rest) if rest else []
         return outputs
 
@@ -212,8 +238,26 @@ class EngineCore:
         if self._in_flight is None:
             return []
         (step, flight), self._in_flight = self._in_flight, None
-        sampled = flight.results()
+        try:
+            sampled = flight.results()
+        except DeviceLostError:
+            raise
+        except Exception as error:
+            log.warning("a step of %d requests fails (%s); it is repeated", len(step), error)
+            return self._repeat(step)
         return self.scheduler.commit(step, sampled, flight.elapsed_ms())
+
+    def _repeat(self, failed: Seq[Advanced]) -> list[StepOutput]:
+        """Forget a step that has failed in flight, and what was launched after it, which had no
+        tokens to begin with. Then compute one with nothing in flight, so that it is halved."""
+        if self._behind is not None:
+            (step, flight), self._behind = self._behind, None
+            with contextlib.suppress(Exception):
+                flight.results()
+            self.scheduler.retract(step)
+        self.scheduler.retract(failed)
+        plan = self.scheduler.schedule()
+        return self._step_now(plan) if plan else []
 
     def _step_now(self, plan: Plan) -> list[StepOutput]:
         """Execute a plan and commit it."""

@@ -41,7 +41,7 @@ from infer.runner.graphs import (
     token_sizes,
 )
 from infer.runner.prompt_scores import score_prompts, wants_prompt_rows
-from infer.runner.sampler import is_plain, sample
+from infer.runner.sampler import SamplerRow, is_plain, sample
 from infer.runner.step_writer import StepWriter, sampling_columns
 from infer.schedule.sequence import NOT_FINITE, Chunk, Plan, Sampled, Sequence
 from infer.types import Request, SamplingParams
@@ -362,7 +362,7 @@ class DeviceRunner:
         self.buffers.results.index_copy_(0, members, tokens.to(self.device))
         return dict(zip(rows, results, strict=True))
 
-    def _draw(self, rows: Tensor, sequences: Seq[Sequence]) -> list[int]:
+    def _draw(self, rows: Tensor, sequences: Seq[SamplerRow]) -> list[int]:
         """A token for each row of logits [R, V], by the kernels that draw for all other rows."""
         columns = sampling_columns(sequences, rows.shape[1])
         columns["positions"] = np.array([len(s.tokens) for s in sequences], np.int32)

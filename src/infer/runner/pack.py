@@ -2,21 +2,33 @@
 
 The chunks of a step, whatever their lengths, follow one another on one token axis without padding.
 The model runner packs once per step. Only this module reads `Sequence`s to make the model's inputs
-on a CPU. Numbers are collected in lists and copied together. Page tables stay in memory between
-steps, and a row is rewritten only when its pages have changed. So the result depends on the plan
+on a CPU. Page tables stay in memory between steps, and a row is rewritten only when its pages have
+changed; cells are looked up in them for all tokens together. So the result depends on the plan
 alone, and the cost of packing does not grow with the context.
+
+A token that is not known yet is the result of a row of the step before. The step says which one
+(`PackedStep.fill`), and the packer of the step after it is told the rows.
 """
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from types import MappingProxyType
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from infer.attention.layout import BatchLayout
-from infer.schedule.sequence import Plan, Sequence
+from infer.schedule.page_allocator import PageTable
+from infer.schedule.sequence import PENDING, Plan, Sequence
+
+Rows = Mapping[int, int]
+"""Row of each sequence among the sampled rows of a step, by `id(sequence)`."""
+NO_ROWS: Rows = MappingProxyType({})
+"""The rows of a step in which nothing is sampled."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,7 +36,7 @@ class PackedStep:
     """The tensors of one step."""
 
     tokens: Tensor
-    """Token ids, [T] int64."""
+    """Token ids, [T] int64; those that are not known yet are 0 until `fill`."""
     positions: Tensor
     """Positions of the tokens in their sequences, [T] int64."""
     layout: BatchLayout
@@ -33,6 +45,22 @@ class PackedStep:
     """Rows, among the T tokens, from whose hidden states a token is sampled; [R]."""
     sampled: list[Sequence]
     """Sequences of the sampled rows, [R]; with the proposed tokens that go before a row."""
+    drawn_at: np.ndarray
+    """Position in its sequence of each token that is sampled, [R] int64."""
+    unknown: list[int]
+    """Rows, among the T tokens, whose token is not known yet."""
+    unknown_from: list[int]
+    """Row of each of them among the sampled rows of the step before."""
+
+    def fill(self, sampled: Seq[int]) -> None:
+        """Write the unknown tokens. `sampled`: the step before's, one per sampled row."""
+        if self.unknown:
+            tokens = self.tokens.numpy()
+            tokens[self.unknown] = np.array(sampled, np.int64)[self.unknown_from]
+
+    def rows(self) -> Rows:
+        """The row of each sequence among the sampled ones; without proposed tokens."""
+        return {id(sequence): row for row, sequence in enumerate(self.sampled)}
 
 
 class Packer:
@@ -43,74 +71,101 @@ class Packer:
         self._page_size = page_size
         self._device = device
         self._tables = torch.zeros((0, 0), dtype=torch.int64)
-        self._written: list[list[int]] = []
-        """Page numbers in each row of `_tables`."""
+        self._rows = self._tables.numpy()
+        """The same memory as `_tables`."""
+        self._written: list[tuple[PageTable | None, int]] = []
+        """Page table in each row of `_tables`, and its version when it was written."""
 
-    def pack(self, plan: Plan) -> PackedStep:
-        """The tensors of a plan. The next call reuses their memory."""
-        page_size = self._page_size
+    def pack(self, plan: Plan, before: Rows = NO_ROWS) -> PackedStep:
+        """The tensors of a plan. The next call reuses their memory.
+
+        `before`: rows of the step that samples the tokens which are not known yet."""
         tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        query_start_loc = [0]
-        seq_lens: list[int] = []
+        counts, starts = [], []
         sampled_rows: list[int] = []
         sampled: list[Sequence] = []
         for chunk in plan:
             sequence, start, num = chunk.sequence, chunk.start, chunk.num_tokens
-            pages, end = sequence.table.pages, start + num
-            if chunk.proposed:
-                tokens += [*sequence.tokens[start:], *chunk.proposed]
-                num, end = chunk.num_rows, start + chunk.num_rows
-                positions += range(start, end)
-                slots += [
-                    pages[p // page_size] * page_size + p % page_size for p in range(start, end)
-                ]
-            elif num == 1:
-                tokens.append(sequence.tokens[start])
-                positions.append(start)
-                slots.append(pages[start // page_size] * page_size + start % page_size)
+            own, end = sequence.tokens, start + num
+            if num == 1:
+                tokens.append(own[start])
             else:
-                tokens += sequence.tokens[start:end]
-                positions += range(start, end)
-                slots += [
-                    pages[p // page_size] * page_size + p % page_size for p in range(start, end)
-                ]
-            query_start_loc.append(len(tokens))
-            seq_lens.append(end)
+                tokens += own[start:end]
             if chunk.proposed:
+                tokens += chunk.proposed
+                num += len(chunk.proposed)
                 sampled_rows += range(len(tokens) - 1 - len(chunk.proposed), len(tokens))
                 sampled += chunk.samplers()
-            elif chunk.samples:
+            elif end == len(own):
                 sampled_rows.append(len(tokens) - 1)
                 sampled.append(sequence)
-        numbers = torch.frombuffer(array("q", tokens + positions + slots), dtype=torch.int64)
-        tokens_, positions_, slot_mapping = numbers.to(self._device).view(3, -1).unbind()
+            counts.append(num)
+            starts.append(start)
+        tables = self._page_tables([chunk.sequence.table for chunk in plan])
+        numbers = np.empty((3, len(tokens)), np.int64)
+        numbers[0] = tokens
+        firsts = np.array(starts, np.int64)
+        if len(tokens) == len(plan):
+            owners, positions = np.arange(len(plan)), firsts
+            query_starts = list(range(len(plan) + 1))
+        else:
+            lengths = np.array(counts, np.int64)
+            ends = np.cumsum(lengths)
+            owners = np.repeat(np.arange(len(plan)), lengths)
+            positions = np.arange(len(tokens)) + np.repeat(firsts - ends + lengths, lengths)
+            query_starts = [0, *ends.tolist()]
+        pages, offsets = np.divmod(positions, self._page_size)
+        numbers[1] = positions
+        numbers[2] = self._rows[owners, pages] * self._page_size + offsets
+        unknown, unknown_from = self._unknown(tokens, numbers[0], sampled_rows, sampled, before)
+        tokens_, positions_, slots = torch.from_numpy(numbers).to(self._device).unbind()
         return PackedStep(
             tokens=tokens_,
             positions=positions_,
             layout=BatchLayout(
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
-                slot_mapping=slot_mapping,
-                page_tables=self._page_tables([chunk.sequence.table.pages for chunk in plan]),
+                query_start_loc=query_starts,
+                seq_lens=[start + num for start, num in zip(starts, counts, strict=True)],
+                slot_mapping=slots,
+                page_tables=tables,
             ),
             sampled_rows=sampled_rows,
             sampled=sampled,
+            drawn_at=positions[sampled_rows] + 1,
+            unknown=unknown,
+            unknown_from=unknown_from,
         )
 
-    def _page_tables(self, tables: list[list[int]]) -> Tensor:
-        height, width = len(tables), max(map(len, tables))
+    @staticmethod
+    def _unknown(
+        tokens: list[int],
+        numbers: np.ndarray,
+        sampled_rows: list[int],
+        sampled: list[Sequence],
+        before: Rows,
+    ) -> tuple[list[int], list[int]]:
+        """The rows of tokens that are not known yet, which become 0 in `numbers`, and where they
+        come from. Such a token is the last one of its sequence, so one is sampled behind it."""
+        if not before or PENDING not in tokens:
+            return [], []
+        found = [(row, s) for row, s in zip(sampled_rows, sampled, strict=True) if tokens[row] < 0]
+        rows = [row for row, _ in found]
+        numbers[rows] = 0
+        return rows, [before[id(sequence)] for _, sequence in found]
+
+    def _page_tables(self, tables: list[PageTable]) -> Tensor:
+        height, width = len(tables), max(len(table.pages) for table in tables)
         if height > self._tables.shape[0] or width > self._tables.shape[1]:
-            height, width = max(height, self._tables.shape[0]), max(width, self._tables.shape[1])
+            most = max(height, self._tables.shape[0]), max(width, self._tables.shape[1])
             # Room for half as much again, so that the tables rarely grow.
-            self._tables = torch.zeros((height * 3 // 2, width * 3 // 2), dtype=torch.int64)
-            self._written = [[]] * len(self._tables)
-        rows = None
-        for i, pages in enumerate(tables):
-            if self._written[i] != pages:
-                rows = self._tables.numpy() if rows is None else rows
+            self._tables = torch.zeros((most[0] * 3 // 2, most[1] * 3 // 2), dtype=torch.int64)
+            self._rows = self._tables.numpy()
+            self._written = [(None, 0)] * len(self._rows)
+        rows, written = self._rows, self._written
+        for i, table in enumerate(tables):
+            owner, version = written[i]
+            if owner is not table or version != table.version:
+                pages = table.pages
                 rows[i, : len(pages)] = pages
                 rows[i, len(pages) :] = 0
-                self._written[i] = pages.copy()
-        return self._tables[: len(tables), : max(map(len, tables))].to(self._device)
+                written[i] = (table, table.version)
+        return self._tables[:height, :width].to(self._device)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import compress, count
 from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from infer.kernels import loader
 from infer.kernels.team import num_threads
 from infer.runner import vocab_blocks
 from infer.schedule.sequence import NONE_LEFT, NOT_FINITE, Sampled, Sequence
-from infer.types import Sampling, TokenLogprobs
+from infer.types import Request, Sampling, TokenLogprobs
 
 _MASK64 = (1 << 64) - 1
 
@@ -53,6 +54,39 @@ def _splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
+class SamplerRow(Protocol):
+    """What the sampler reads of the sequence of a row."""
+
+    @property
+    def request(self) -> Request:
+        """The request."""
+
+    @property
+    def request_id(self) -> str:
+        """The id of the request."""
+
+    @property
+    def tokens(self) -> Seq[int]:
+        """Ids of the tokens before the one that is sampled; where `is_plain`, only their number is
+        read."""
+
+    @property
+    def num_prompt(self) -> int:
+        """Number of prompt tokens."""
+
+    @property
+    def num_output(self) -> int:
+        """Number of output tokens before the one that is sampled."""
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """End-of-sequence and stop tokens."""
+
+    @property
+    def num_proposed(self) -> int:
+        """Number of proposed tokens at the end of `tokens`."""
+
+
 Forbidden = Mapping[str, Tensor | None]
 """Tokens that a grammar forbids, bool on the CPU, by request id; None: the grammar failed.
 
@@ -60,15 +94,15 @@ Forbidden = Mapping[str, Tensor | None]
 """
 NOTHING: Forbidden = MappingProxyType({})
 """No forbidden tokens for any request."""
-Draw = Callable[[Tensor, Seq[Sequence]], list[int]]
+Draw = Callable[[Tensor, Seq[SamplerRow]], list[int]]
 """Function that takes a token for each of the adjusted rows [R, V] of sequences [R]."""
-Sampler = Callable[[Tensor, Seq[Sequence], Forbidden], list[Sampled]]
+Sampler = Callable[[Tensor, Seq[SamplerRow], Forbidden], list[Sampled]]
 """Signature of `sample` and of the function that `EngineConfig.sampler` may name instead."""
 
 
 def sample(
     logits: Tensor,
-    sequences: Seq[Sequence],
+    sequences: Seq[SamplerRow],
     forbidden: Forbidden = NOTHING,
     draw: Draw | None = None,
 ) -> list[Sampled]:
@@ -112,7 +146,7 @@ def sampler_for(vocab_size: int) -> Sampler:
     have: logits that it lacks are -inf, and those beyond are dropped."""
 
     def fitted(
-        logits: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHING
+        logits: Tensor, sequences: Seq[SamplerRow], forbidden: Forbidden = NOTHING
     ) -> list[Sampled]:
         missing = vocab_size - logits.shape[1]
         if missing > 0:
@@ -128,7 +162,7 @@ def sampler_for(vocab_size: int) -> Sampler:
 
 
 def _logprobs(
-    rows: Tensor, tops: Tensor, sequences: Seq[Sequence], vocab_size: int
+    rows: Tensor, tops: Tensor, sequences: Seq[SamplerRow], vocab_size: int
 ) -> Callable[[list[int]], list[TokenLogprobs | None]] | None:
     """A function from the sampled tokens [R] to log-probabilities; None if no row needs them.
 
@@ -197,7 +231,7 @@ def is_plain(sequence: Sequence) -> bool:
 # Bias and penalties.
 
 
-def _is_adjusted(sequence: Sequence) -> bool:
+def _is_adjusted(sequence: SamplerRow) -> bool:
     params = sequence.request.sampling
     return bool(
         params.logit_bias
@@ -210,7 +244,7 @@ def _is_adjusted(sequence: Sequence) -> bool:
     )
 
 
-def adjust(rows: Tensor, sequences: Seq[Sequence], forbidden: Forbidden = NOTHING) -> None:
+def adjust(rows: Tensor, sequences: Seq[SamplerRow], forbidden: Forbidden = NOTHING) -> None:
     """Apply logit bias, penalties and forbidden tokens to logits, in place.
 
     `rows` [R, ≥ V] belong to `sequences` [R]. A forbidden token's logit becomes -inf.
@@ -283,7 +317,7 @@ class _Cells:
 # Drawing.
 
 
-def _tokens(rows: Tensor, tops: Tensor, sequences: Seq[Sequence], vocab_size: int) -> list[int]:
+def _tokens(rows: Tensor, tops: Tensor, sequences: Seq[SamplerRow], vocab_size: int) -> list[int]:
     """A token for each row: the greedy one, or one that is drawn."""
     drawn = [row for row, s in enumerate(sequences) if s.request.sampling.temperature > 0]
     tokens: list[int] = [0] * len(sequences)
@@ -296,7 +330,7 @@ def _tokens(rows: Tensor, tops: Tensor, sequences: Seq[Sequence], vocab_size: in
 
 
 def _draw(
-    rows: Tensor, tops: Tensor, sequences: Seq[Sequence], drawn: list[int], vocab_size: int
+    rows: Tensor, tops: Tensor, sequences: Seq[SamplerRow], drawn: list[int], vocab_size: int
 ) -> dict[int, int]:
     """Draw a token for each of the rows `drawn`: {row: token}.
 
@@ -321,7 +355,7 @@ def _draw(
     return tokens
 
 
-def _draw_from_candidates(values: Tensor, ids: Tensor, sequences: list[Sequence]) -> list[int]:
+def _draw_from_candidates(values: Tensor, ids: Tensor, sequences: list[SamplerRow]) -> list[int]:
     """Draw one token per row from its candidates `values`, `ids` [n, k], most probable first."""
     params = [sequence.request.sampling for sequence in sequences]
     top_k, top_p, min_p = (
@@ -339,7 +373,7 @@ def _draw_from_candidates(values: Tensor, ids: Tensor, sequences: list[Sequence]
 
 
 def _draw_natively(
-    rows: Tensor, tops: Tensor, group: list[int], sequences: list[Sequence]
+    rows: Tensor, tops: Tensor, group: list[int], sequences: list[SamplerRow]
 ) -> list[int]:
     """The same as `_draw_from_all` in a fifth of the time, by the C++ kernel.
 
@@ -359,7 +393,7 @@ def _draw_natively(
     return tokens.tolist()
 
 
-def _draw_from_all(rows: Tensor, tops: Tensor, sequences: list[Sequence]) -> list[int]:
+def _draw_from_all(rows: Tensor, tops: Tensor, sequences: list[SamplerRow]) -> list[int]:
     """Draw one token per row [n, V] without top-k; `tops` [n, blocks]: the blocks' maxima."""
     params = [sequence.request.sampling for sequence in sequences]
     weights = vocab_blocks.weights(rows, tops, _temperatures(params, rows))
@@ -376,7 +410,7 @@ def _draw_from_all(rows: Tensor, tops: Tensor, sequences: list[Sequence]) -> lis
     return tokens
 
 
-def _keep_top_p(weights: Tensor, limit: float, token: int, sequence: Sequence) -> int:
+def _keep_top_p(weights: Tensor, limit: float, token: int, sequence: SamplerRow) -> int:
     """A token for which the tokens of higher rank have less weight together than `limit`.
 
     `token` is the first attempt.
@@ -393,7 +427,7 @@ def _keep_top_p(weights: Tensor, limit: float, token: int, sequence: Sequence) -
     return token
 
 
-def _points(sequences: list[Sequence], like: Tensor, attempt: int = 0) -> Tensor:
+def _points(sequences: list[SamplerRow], like: Tensor, attempt: int = 0) -> Tensor:
     points = [uniform(s.request.seed, len(s.tokens), attempt) for s in sequences]
     return _tensor(points, like, torch.float64)
 

@@ -15,6 +15,7 @@ import torch
 
 from infer.attention.layout import DeviceBackend, Items
 from infer.runner.buffers import StepLayout, TableRows
+from infer.runner.sampler import SamplerRow
 from infer.schedule.sequence import PENDING, Chunk, Plan, Sequence
 
 _MASK64 = (1 << 64) - 1
@@ -192,7 +193,7 @@ def _copy(columns: Host, host: Host, count: int) -> None:
     host["narrowed"][count:] = 0
 
 
-def sampling_columns(sampling: Seq[Sequence], vocab_size: int) -> Host:
+def sampling_columns(sampling: Seq[SamplerRow], vocab_size: int) -> Host:
     """The columns that depend on the sequences' sampling parameters, as `kernels.cuda.draw` takes
     them."""
     params = [sequence.request.sampling for sequence in sampling]

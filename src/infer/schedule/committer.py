@@ -35,23 +35,41 @@ class Committer:
             sequence, start, num_tokens = chunk.sequence, chunk.start, chunk.num_tokens
             tokens = sequence.tokens
             length = len(tokens)
-            samples = start + num_tokens == length
-            step.append(Advanced(chunk, samples, start + 1 < length, sequence.num_preemptions))
+            samples, event = start + num_tokens == length, None
+            # Without a cache every output token would be such an event.
+            if (start < sequence.num_prompt or num_tokens > 1) and (
+                keeps_computed or length == sequence.num_prompt
+            ):
+                event = ComputedChunk(sequence.request_id, start, num_tokens)
+            is_prompt, num_preemptions = start + 1 < length, sequence.num_preemptions
+            step.append(Advanced(chunk, samples, is_prompt, num_preemptions, event))
             if samples:
                 tokens.append(PENDING)
             sequence.num_computed = start + num_tokens if keeps_computed or not samples else 0
             sequence.tenant_share.num_tokens += num_tokens
             total += num_tokens
-            # Without a cache every output token would be such an event.
-            if (start < sequence.num_prompt or num_tokens > 1) and (
-                keeps_computed or length == sequence.num_prompt
-            ):
-                self._state.pending_events.append(
-                    ComputedChunk(sequence.request_id, start, num_tokens)
-                )
         self._stats.num_computed_tokens += total
         self.launched = tuple(step)
         return self.launched
+
+    def retract(self, step: Seq[Advanced]) -> None:
+        """Undo `advance`; see `Scheduler.retract`."""
+        if self.launched is step:
+            self.launched = ()
+        for advanced in step:
+            chunk = advanced.chunk
+            sequence, table = chunk.sequence, chunk.sequence.table
+            if sequence.status is Status.FINISHED:
+                continue
+            if advanced.samples:
+                assert sequence.is_pending, "the step launched last is retracted first"
+                sequence.tokens.pop()
+            if sequence.num_preemptions == advanced.num_preemptions:
+                # Pages that it has adopted since stay.
+                num_adopted = table.num_indexed * self._allocator.page_size
+                sequence.num_computed = max(chunk.start, num_adopted)
+            sequence.tenant_share.num_tokens -= chunk.num_tokens
+            self._stats.num_computed_tokens -= chunk.num_tokens
 
     def commit(self, step: Seq[Advanced], sampled: Seq[Sampled]) -> list[StepOutput]:
         """Store the results of a step that has been computed; see `Scheduler.commit`."""
@@ -61,6 +79,11 @@ class Committer:
         page_size = allocator.page_size
         if self.launched is step:
             self.launched = ()
+        self._state.pending_events += [
+            advanced.event
+            for advanced in step
+            if advanced.event is not None and advanced.chunk.sequence.status is not Status.FINISHED
+        ]
         for advanced in step:
             sequence, end = advanced.chunk.sequence, advanced.end
             result = next(results) if advanced.samples else None

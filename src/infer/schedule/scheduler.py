@@ -177,6 +177,10 @@ class Scheduler:
         until `commit`. Returns the step's chunks for `commit`."""
         return self._committer.advance(plan)
 
+    def retract(self, step: Seq[Advanced]) -> None:
+        """Undo `advance` for a step that has failed; the last one launched goes first."""
+        self._committer.retract(step)
+
     def commit(
         self, step: Seq[Advanced], sampled: Seq[Sampled], step_ms: float | None = None
     ) -> list[StepOutput]:

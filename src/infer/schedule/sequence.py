@@ -16,6 +16,7 @@ from infer.errors import EngineError, RequestError
 from infer.schedule.ngram_index import Guesses
 from infer.schedule.page_allocator import PageTable
 from infer.types import ErrorRecord, Request, TokenLogprobs
+from infer.types.step_events import ComputedChunk
 
 PENDING = -1
 """placeholder in `Sequence.tokens` for a token whose step is still being computed"""
@@ -220,6 +221,8 @@ class Advanced:
     num_preemptions: int
     """`Sequence.num_preemptions` at the launch; a larger number at `commit` means that the pages
     are lost"""
+    event: ComputedChunk | None
+    """what `commit` tells about it; None for a token of a decoding sequence"""
 
     @property
     def end(self) -> int:

@@ -15,6 +15,7 @@ struct IsaKernels {
   attention::WriteCell write_int8, write_strip;  // of the caches in strips
   const linear::Kernels* linear;                 // null: none
   sampling::DrawToken draw;
+  sampling::FindTop find_top;
   rotary::RotateHeads rotate_heads;
   // Of the tile registers, which other libraries use too; null: not in use.
   void (*save_tiles)(TileConfig*);

@@ -17,6 +17,7 @@ constexpr IsaKernels kernels_with(const char* name, bool (*runs_here)()) {
   made.write_int8 = attention::write_bytes;
   made.linear = &linear::KERNELS;
   made.draw = sampling::draw;
+  made.find_top = sampling::find_top;
   made.rotate_heads = rotary::rotate_heads;
   return made;
 }

@@ -168,8 +168,8 @@ def prepare(
         restrictions = Restrictions(lambda: _grammar_compiler(files, checkpoint.config.vocab_size))
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
             room = MemoryRoom() if ledger is None else _room_beside(ledger, plan)
-            where = dtype, device
-            return _build(config, checkpoint, draft, plan, where, restrictions, announce, room)
+            parts = checkpoint, draft, plan, (dtype, device), restrictions
+            return _build(config, *parts, announce, room, has_process=beside_server)
 
     return Blueprint(
         model_name=readable(config.served_model_name or checkpoint.name),
@@ -322,6 +322,7 @@ def _build(
     restrictions: Restrictions,
     announce: Announce,
     room: Callable[[], int],
+    has_process: bool,
 ) -> tuple[EngineCore, EngineLimits]:
     started_s = time.perf_counter()
     dtype, device = where
@@ -333,7 +334,7 @@ def _build(
     _warn_of_variance(config, model, device)
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
-    factory = RunnerFactory(config, plan, model, restrictions, device, seats)
+    factory = RunnerFactory(config, plan, model, restrictions, device, seats, has_process)
     num_pages = pages_that_fit(factory)
     storage = factory.storage(num_pages)
     runner = factory.runner(storage)

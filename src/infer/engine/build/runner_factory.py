@@ -27,7 +27,7 @@ from infer.models.model_config import ModelConfig
 from infer.runner.grammar_masks import Restrictions
 from infer.runner.graphs import CudaCapture, Graphs, Work, row_sizes, step_sizes
 from infer.runner.kv_storage import KVStorage
-from infer.runner.model_runner import ModelRunner
+from infer.runner.model_runner import AheadRunner, ModelRunner
 from infer.runner.sampler import sample
 
 log = logging.getLogger(__name__)
@@ -54,9 +54,13 @@ class RunnerFactory:
         restrictions: Restrictions,
         device: torch.device,
         seats: int,
+        has_process: bool = False,
     ) -> None:
+        """`has_process`: whether the engine has a process of its own, in whose threads nothing else
+        works."""
         self.config, self.plan, self.model = config, plan, model
         self.restrictions, self.device, self.seats = restrictions, device, seats
+        self._has_process = has_process
         self.max_tokens = max(plan.max_num_batched_tokens, seats)
         self.sizes: list[int] | None = None
         self._is_compiled = False
@@ -180,8 +184,23 @@ class RunnerFactory:
         own = None if self.config.sampler == "default" else self.config.sampler
         sampler = own_function("sampler", own) if own else sample
         threads = threads_for(self.model, attention)
-        return ModelRunner(
+        runner = ModelRunner(
             self.model, attention, self.restrictions, caches, device, sampler, threads
+        )
+        return AheadRunner(runner) if self._may_go_ahead else runner
+
+    @property
+    def _may_go_ahead(self) -> bool:
+        """Whether steps on a CPU may be launched before the one before is committed: proposals and
+        samplers of one's own depend on its tokens. A program that steps in its own thread gets each
+        step's tokens at once."""
+        config = self.config
+        return (
+            self._has_process
+            and self.device.type == "cpu"
+            and not config.speculative
+            and config.sampler == "default"
+            and config.kv_cache_backend != "none"
         )
 
 
