@@ -232,7 +232,7 @@ def _thinking(value: Any) -> Object:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in ("enabled", "disabled", "adaptive"):
         raise RequestError("thinking.type must be 'enabled', 'disabled' or 'adaptive'")
-    return {"reasoning_effort": "none"} if kind == "disabled" else {}
+    return {"thinking": {"type": kind}}
 
 
 def _output_config(value: Any) -> Object:
