@@ -11,7 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from infer.models.model import build_model
+from infer.models.registry import read_model_config
+from infer.models.weights import open_checkpoint
 from tests.support.checkpoints import write_checkpoint
+from tests.support.model_shapes import LONGROPE
 from tests.support.parity import Bench, deviation, reference, tokens_of
 
 TOKENS = tokens_of(60)
@@ -72,6 +76,22 @@ def test_a_qwen2_vl_with_the_names_and_fields_of_the_hub(
         assert_same(tmp_path, theirs)
     lines = [each for each in caplog.messages if "its text part is loaded" in each]
     assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("max_seq_len", "words", "first"), [(64, "of up to 64", 1.25), (65, "beyond 64", 2.5)]
+)
+def test_the_context_chooses_the_factors_of_longrope(
+    max_seq_len: int, words: str, first: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once for all sequences: one that grows past the original context keeps its keys."""
+    rope = {**LONGROPE, "short_factor": [1.25] * 6, "long_factor": [2.5] * 6}
+    write_checkpoint(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    source = open_checkpoint(tmp_path, torch.float32, torch.device("cpu"))
+    with caplog.at_level("INFO"):
+        model = build_model(read_model_config(tmp_path), source, max_seq_len)
+    assert model.config.rope.frequency_divisors == (first,) * 6
+    assert f"contexts {words} tokens" in caplog.text
 
 
 def test_gpt2_as_it_is_on_the_hub(tmp_path: Path) -> None:

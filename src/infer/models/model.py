@@ -7,6 +7,7 @@ checks that every tensor of the checkpoint was used, and that its native stack i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pkgutil import resolve_name
 from typing import Protocol
@@ -19,6 +20,8 @@ from infer.models.model_config import ModelConfig
 from infer.models.registry import find_architecture
 from infer.models.stack_check import check_stack
 from infer.models.weights import WeightSource
+
+log = logging.getLogger(__name__)
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, QKRotation | None], Tensor]
 """(layer, q [T, H, D], k [T, G, D], v [T, G, D], head norms and rotation of q and k) → [T, H, D].
@@ -52,6 +55,13 @@ def build_model(config: ModelConfig, source: WeightSource, max_seq_len: int) -> 
     device first where the source can announce shapes, before any memory is allocated.
     """
     decoder = resolve_name(find_architecture(config.architecture).decoder)
+    if config.rope.long_divisors and not source.rehearses:
+        longer = max_seq_len > config.rope.original_max_position
+        log.info(
+            "%s: RoPE has its factors for contexts %s %s tokens, in all sequences",
+            *(config.architecture, "beyond" if longer else "of up to"),
+            config.rope.original_max_position,
+        )
     config = config.for_context(max_seq_len)
     if rehearsal := source.rehearsal():
         decoder(config, rehearsal, 1)
