@@ -117,8 +117,8 @@ def row(num_sequences: int, marks: list[tuple[float, float]]) -> str:
     return f"| {num_sequences} | {' | '.join(cells)} | {ratio:.3f} |"
 
 
-def main(arguments: list[str]) -> None:
-    """Print the table."""
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table; `arguments`: None for those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=None, help="default: the model that ships")
     parser.add_argument("--threads", type=int, default=None)

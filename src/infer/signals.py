@@ -8,10 +8,11 @@ processes until then; it ends them itself. They end with it in any case.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 
 ENDING = tuple(
@@ -56,10 +57,24 @@ def answer_users() -> None:
 
 
 def _write_stacks(_number: int, _frame: object) -> None:
-    # `faulthandler.register` would not wait for the lock of the interpreter, and ends the process
-    # if another thread changes its stack meanwhile.
     with contextlib.suppress(OSError, ValueError, RuntimeError, AttributeError):  # no stderr
-        faulthandler.dump_traceback(all_threads=True)
+        print(stacks_of_all(), file=sys.stderr, flush=True)
+
+
+def stacks_of_all() -> str:
+    """The stacks of all threads, the innermost call first, in the form of `faulthandler`.
+
+    That one's own functions walk over frames that they do not hold, so a busy process died of them
+    now and then, with the interpreter's lock or without.
+    """
+    lines = []
+    for number, frame in sys._current_frames().items():
+        lines.append(f"Thread 0x{number:016x} (most recent call first):")
+        for inner, line in traceback.walk_stack(frame):
+            code = inner.f_code
+            lines.append(f'  File "{code.co_filename}", line {line} in {code.co_name}')
+        lines.append("")
+    return "\n".join(lines)
 
 
 def write_stacks_at(number: int, file: int) -> None:
@@ -76,8 +91,10 @@ def write_stacks_at(number: int, file: int) -> None:
 
     def write() -> None:
         while os.read(reading, 64):
+            text = stacks_of_all().encode("utf-8", "replace")
             with contextlib.suppress(OSError):
-                faulthandler.dump_traceback(file, all_threads=True)
+                while text:
+                    text = text[os.write(file, text) :]
 
     threading.Thread(target=write, name="infer-stacks", daemon=True).start()
 

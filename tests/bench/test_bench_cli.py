@@ -172,7 +172,8 @@ def test_a_server_whose_engine_dies_in_the_middle(tmp_path: Path) -> None:
 
 def test_a_server_process_that_is_killed(tmp_path: Path) -> None:
     code = (
-        "from tests.support.doubles import *; from infer.server.serve import bind, run\n"
+        "from tests.support.doubles import *; from infer.server.address import bind\n"
+        "from infer.server.serve import run\n"
         "run(make_hash_llm(step_s=0.01), bind(port=0))"
     )
     paths = [ROOT / "src", ROOT]

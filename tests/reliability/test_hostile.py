@@ -22,7 +22,7 @@ from infer.server.openai.schema import DetokenizeBody, TokenizeBody
 from tests.support.doubles import make_hash_llm
 from tests.support.engines import ENGINES
 from tests.support.server_process import Findings, Served, follow, model_server, percentile, served
-from tests.support.serving import App, chat_body, completion_body, serving
+from tests.support.serving import App, chat_body, code_at, completion_body, serving
 
 # ---- 16: generated bodies
 
@@ -203,6 +203,8 @@ def test_size_bombs(tmp_path: Path) -> None:
 
 OPEN = {
     *(("POST", path) for path in ROUTES),
+    *(("POST", f"/v1/responses{end}") for end in ("", "/input_tokens")),
+    *(("POST", f"/v1/messages{end}") for end in ("", "/count_tokens")),
     *(("GET", f"/health{end}") for end in ("", "/live", "/ready")),
     *(("GET", path) for path in ("/", "/v1/models", "/v1/models/hash-model", "/tokenizer_info")),
     *(("GET", path) for path in ("/openapi.json", "/v1/engine/events")),
@@ -257,7 +259,7 @@ def test_every_route_and_no_other(make_engine: Callable[..., AsyncLLM]) -> None:
                     reply = await app.send(method, path)
                     statuses[reply.status] += 1
                     assert reply.status == 405, (method, path, reply.status)
-                    assert reply.error()["code"] == "method_not_allowed"
+                    assert reply.error()["code"] == code_at(path, "method_not_allowed")
             tricky = [trick.format(path) for path in sample - {"/"} for trick in TRICKS]
             for path in (*tricky, *PRIVATE):
                 if path in sample or path.startswith(NAMES):
@@ -267,7 +269,8 @@ def test_every_route_and_no_other(make_engine: Callable[..., AsyncLLM]) -> None:
                     reply = await app.send("GET", path, headers=headers)
                     statuses[reply.status] += 1
                     expected = (404, "not_found") if name == "localhost" else FOREIGN
-                    assert (reply.status, reply.error()["code"]) == expected, path
+                    status, code = expected
+                    assert (reply.status, reply.error()["code"]) == (status, code_at(path, code))
             gone = asyncio.Event()  # a stream ends at once
             gone.set()
             for method, path in OPEN:
@@ -278,7 +281,7 @@ def test_every_route_and_no_other(make_engine: Callable[..., AsyncLLM]) -> None:
                     assert (reply.status == 403) is is_foreign, (method, path, host)
                     if is_foreign:
                         statuses[reply.status] += 1
-                        assert reply.error()["code"] == "host_not_allowed"
+                        assert reply.error()["code"] == code_at(path, "host_not_allowed")
                         assert "--allowed-hosts" in reply.error()["message"]
             await app.idle()
 

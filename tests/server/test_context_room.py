@@ -50,7 +50,7 @@ def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(limit: dict[str
         sent = {**completion_body(prompt=[1] * size), **limit}
         reply = ask(make_hash_llm(max_seq_len=SIZE), COMPLETIONS, sent)
         check_refused(reply, 400, "prompt", "context_length_exceeded", words)
-        assert f"{size} tokens leave none" in reply.error()["message"]
+        assert f"{size} tokens > {SIZE - 1} maximum" in reply.error()["message"]
     messages = [{"role": "user", "content": "x" * 3 * SIZE}]
     reply = ask(make_hash_llm(max_seq_len=SIZE), CHAT, {**chat_body(messages=messages), **limit})
     check_refused(reply, 400, "messages", "context_length_exceeded", words)

@@ -238,7 +238,11 @@ def test_the_page_finds_the_same_states(tmp_path: Path) -> None:
     (tmp_path / "follow.js").write_text(SCRIPT, encoding="utf-8")
     given = json.dumps([HELLO, stored()])
     done = subprocess.run(
-        [node, tmp_path / "follow.js"], input=given, capture_output=True, text=True, check=False
+        [node, tmp_path / "follow.js"],
+        input=given,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     live, recorded = json.loads(done.stdout)

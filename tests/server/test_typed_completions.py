@@ -221,7 +221,7 @@ def test_the_command_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("infer.server", run_name="__main__")
     assert ended.value.code in (0, None)
-    ((config, _, settings),) = served
+    ((config, _, settings, *_),) = served
     assert (config.model, config.max_batch_size) == (str(DEMO), 8)
     assert (settings.completions_api, settings.insecure) == ("typed", True)
     monkeypatch.setattr(sys, "argv", ["infer.server", *arguments[:-1]])

@@ -27,6 +27,8 @@ from infer.schedule.sequence import Plan, Sampled, verified
 from infer.server.address import bind, unix_socket, url_of
 from infer.server.app import create_app
 from infer.server.fronts import SeveralFronts
+from infer.server.http.error_forms import is_anthropic
+from infer.server.http.paths import canonical_path
 from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.openapi import document
 from infer.server.serve import Server
@@ -54,7 +56,7 @@ def chat_body(**changes: Any) -> dict[str, Any]:
 
 def code_at(path: str, code: str | None) -> str | None:
     """The code that an error has at this path: errors of Anthropic's form have none."""
-    return None if path.startswith("/v1/messages") else code
+    return None if is_anthropic(canonical_path(path)) else code
 
 
 BODIES = {COMPLETIONS: completion_body, CHAT: chat_body}

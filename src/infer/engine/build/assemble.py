@@ -159,7 +159,6 @@ def prepare(
         log.info("weights in %s: %s", plan.dtype, trade)
     spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
     torch.set_num_threads(machine.num_threads(config, spare))
-
     files = text_of(checkpoint, config)
 
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:

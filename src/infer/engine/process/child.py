@@ -38,7 +38,7 @@ from infer.engine.commands import Command
 from infer.engine.loop import Blueprint, EngineLoop, freeze_heap
 from infer.errors import LoadError
 from infer.main_memory import return_freed_memory
-from infer.signals import leave_signals_to_parent
+from infer.signals import leave_signals_to_parent, write_stacks_at
 from infer.types import ErrorRecord, StepOutput
 from infer.types.step_events import StepEvents
 
@@ -147,7 +147,7 @@ def _settle() -> None:
 
 def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
     """Run an engine; returns the exit code of the process. `stacks`: descriptor of the file that
-    `DUMP_SIGNAL` writes to. `imports`: module that is imported first."""
+    `DUMP_SIGNAL` and `FORCED_DUMP_SIGNAL` write to. `imports`: module that is imported first."""
     leave_signals_to_parent()
     _end_with(parent)
     # A step waits at most this long, in seconds, for a thread that compiles a grammar, and loading
@@ -155,7 +155,9 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
     sys.setswitchinterval(0.001)
     faulthandler.enable()
     if messages.DUMP_SIGNAL is not None:
-        faulthandler.register(messages.DUMP_SIGNAL, file=stacks)
+        write_stacks_at(messages.DUMP_SIGNAL, stacks)
+    if messages.FORCED_DUMP_SIGNAL is not None:
+        faulthandler.register(messages.FORCED_DUMP_SIGNAL, file=stacks)
     channel = messages.Channel(socket.socket(fileno=fd))
     _import(imports)
     frames = channel.frames()

@@ -328,7 +328,13 @@ _ALLOWED = {
     },
     "required": ["type", "allowed_tools"],
 }
+_THINKING = {
+    "type": "object",
+    "properties": {"type": {"enum": ["enabled", "disabled", "adaptive", "auto"]}},
+    "required": ["type"],
+}
 CONVERSATION: dict[str, dict[str, Any]] = {
+    "thinking": {"anyOf": [{"type": "boolean"}, _THINKING]},
     "messages": {"minItems": 1},
     "tools": {"items": {"anyOf": [_TOOL, _OTHER_TOOL]}, "maxItems": MAX_TOOLS},
     "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, _CHOSEN, _ALLOWED]},
