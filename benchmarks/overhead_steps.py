@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=None, help="default: the model that ships")
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--periods", type=int, default=15, help="of each way")
+    parser.add_argument("--periods", type=int, default=7, help="of each way")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--counts", type=int, nargs="+", default=COUNTS)
     options = parser.parse_args(arguments)
