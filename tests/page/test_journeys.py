@@ -498,7 +498,7 @@ def test_wrong_settings_are_named_and_not_sent(reader: Reader) -> None:
     page.fill("#setting-top_p", "x")
     page.keyboard.press("Tab")
     page.wait_for_selector(".fault-text >> nth=1")
-    assert "must be 0, or 0.01 to 2" in page.inner_text("dialog")
+    assert re.search(r"must be 0\D{1,4}2,", page.inner_text("dialog"))
     page.click("dialog footer button.main")
     assert reader.ask("What is 1 + 1?")
 
