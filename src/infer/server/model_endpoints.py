@@ -22,7 +22,7 @@ from infer.server.body_reader import BodyReader
 from infer.server.comparisons import ComparisonBody, Comparisons
 from infer.server.http.context import RequestContext
 from infer.server.offload import NUM_BYTES, Offload
-from infer.server.openai.chat import ChatBody, plain_messages, rendered_chat
+from infer.server.openai.chat import AsChat, ChatBody, plain_messages, rendered_chat
 from infer.server.openai.large_json import json_response, render
 from infer.server.openai.openapi import JSON, document, each, takes
 from infer.server.openai.responses import InputTokensBody
@@ -104,7 +104,8 @@ class ModelEndpoints:
         num_bytes = http.scope.get(NUM_BYTES, 0)
         tenant, context = tenant_of(http.scope), RequestContext.of(http.scope)
         await tenant.charge_chars(num_bytes, context)
-        heavy = isinstance(wire, ChatBody) and wire.is_heavy
+        chat = wire.chat if isinstance(wire, AsChat) else wire
+        heavy = isinstance(chat, ChatBody) and chat.is_heavy
         fields = await self._offload.run_steps(http, work, wire, heavy=heavy)
         if isinstance(wire, ChatBody):
             context.headers += wire.answer_headers
@@ -118,7 +119,7 @@ class ModelEndpoints:
         fields = {"prompt": prompt, "token_ids": ids, "count": len(ids), "max_model_len": size}
         return fields | wire.dropped.usage
 
-    def _counted(self, wire: CountTokensBody | InputTokensBody) -> Steps[dict[str, Any]]:
+    def _counted(self, wire: AsChat) -> Steps[dict[str, Any]]:
         _, ids = yield from rendered_chat(self._engine, wire.chat)
         return {"input_tokens": len(ids)}
 

@@ -31,9 +31,14 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import EngineDeadError, LoadError, OverloadedError
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, error_handlers
-from infer.server.model_card import model_list
 from infer.server.offload import PARSED, Offload
-from infer.server.request_views import RequestViews, ServedEngine, model_fields, model_of
+from infer.server.request_views import (
+    RequestViews,
+    ServedEngine,
+    model_fields,
+    model_list,
+    model_of,
+)
 from infer.server.route_table import routes_of
 from infer.server.viewers import EngineViewers
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from starlette.requests import Request as HttpRequest
@@ -22,7 +23,6 @@ from infer.errors import EngineDeadError
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
-from infer.server.model_card import model_card, model_list
 from infer.server.observe.metrics import CONTENT_TYPE, Metrics, text_of
 from infer.server.observe.request_trace import (
     RequestTrace,
@@ -168,10 +168,29 @@ def _newest_first(trace: RequestTrace) -> tuple[bool, float]:
 
 
 def model_fields(name: str, created_at: int, engine: AsyncLLM | None) -> Fields:
-    """A model as `/v1/models` shows it; `engine`: None while it is not loaded."""
+    """A model as `/v1/models` shows it, with what clients of OpenAI and of Anthropic look for;
+    `created_at`: seconds since the epoch; `engine`: None while it is not loaded."""
     size = None if engine is None else engine.max_seq_len
-    defaults = None if engine is None else engine.sampling_defaults.as_dict()
-    return model_card(name, created_at, size, sampling_defaults=defaults)
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_at,
+        "owned_by": "infer",
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": size,
+        "max_tokens": size,
+        "max_model_len": size,
+        "sampling_defaults": None if engine is None else engine.sampling_defaults.as_dict(),
+    }
+
+
+def model_list(models: Sequence[Fields]) -> Fields:
+    """A list of models, all on one page."""
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {}
+    return {"object": "list", "data": models, "has_more": False, **ends}
 
 
 class OneServer(RequestViews):

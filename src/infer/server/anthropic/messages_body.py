@@ -13,17 +13,15 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any
 
-from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from infer.errors import RequestError
-from infer.server.http.json_body import MAX_NAME_CHARS
 from infer.server.openai import content_parts, ignored_fields, schema_base
-from infer.server.openai.chat import ChatBody
+from infer.server.openai.chat import AsChat, ChatBody, GeneratingAsChat
+from infer.server.openai.content_parts import member
 from infer.server.openai.schema import (
     MAX_MESSAGES,
     RANGES,
-    Body,
-    GeneratingBody,
     Limit,
     Object,
     Stop,
@@ -37,9 +35,9 @@ BILLING = "x-anthropic-billing-header:"
 """beginning of a system block that one client sends for its own service; it changes with each
 conversation and says nothing to a model"""
 _REPLACED = {
-    "image": "[image: this model reads text only]",
+    "image": content_parts.IMAGE,
     "document": "[document: this server reads text only]",
-    "container_upload": "[file: this server reads text only]",
+    "container_upload": content_parts.FILE,
 }
 """kinds of blocks that are no text → the text in their place"""
 _HIDDEN = frozenset(("redacted_thinking", "server_tool_use", "mcp_tool_use", "fallback"))
@@ -55,32 +53,20 @@ def _blocks(value: Any, path: str) -> list[Object]:
     return value
 
 
-def _member(block: Object, name: str, kind: type, path: str) -> Any:
-    value = block.get(name)
-    if not isinstance(value, kind):
-        word = "a string" if kind is str else "an object"
-        raise RequestError(f"{path}.{name} must be {word}", param=f"{path}.{name}")
-    return value
-
-
 def _text(block: Object, path: str, noted: list[str] | None) -> str | None:
     """The text of a block without calls and results; None where it has none."""
     kind = block.get("type")
     if kind == "text":
-        return str(_member(block, "text", str, path))
+        return str(member(block, "text", str, path))
     source = block.get("source")
     if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        return str(_member(source, "data", str, f"{path}.source"))
+        return str(member(source, "data", str, f"{path}.source"))
     if kind == "search_result":
         return _joined(block.get("content", ""), f"{path}.content", noted)
     if isinstance(kind, str) and kind in _REPLACED:
         return _REPLACED[kind]
-    if isinstance(kind, str) and noted is not None:
-        ignored_fields.note(noted, kind)
-        return None
-    shown = repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
-    message = f"{path} is a block with {shown}, which this server does not know"
-    raise RequestError(message, param=path, code="unsupported_content_part")
+    content_parts.leave_out_kind(kind, path, "a block", noted)
+    return None
 
 
 def _joined(value: Any, path: str, noted: list[str] | None) -> str:
@@ -137,7 +123,7 @@ def _of_user(
             continue
         yield from said()
         content = _result(block, here, tools, noted)
-        call_id = _member(block, "tool_use_id", str, here)
+        call_id = member(block, "tool_use_id", str, here)
         yield {"role": "tool", "tool_call_id": call_id, "content": content}
     yield from said()
 
@@ -148,11 +134,11 @@ def _of_assistant(blocks: list[Object], path: str, noted: list[str] | None) -> O
     for i, block in enumerate(blocks):
         kind, here = block.get("type"), f"{path}[{i}]"
         if kind == "thinking":
-            thoughts.append(_member(block, "thinking", str, here))
+            thoughts.append(member(block, "thinking", str, here))
         elif kind == "tool_use":
-            name, given = (_member(block, "name", str, here), _member(block, "input", dict, here))
+            name, given = (member(block, "name", str, here), member(block, "input", dict, here))
             function = {"name": name, "arguments": given}
-            call_id = _member(block, "id", str, here)
+            call_id = member(block, "id", str, here)
             calls.append({"id": call_id, "type": "function", "function": function})
         elif kind in _HIDDEN and noted is not None:
             ignored_fields.note(noted, str(kind))
@@ -195,7 +181,7 @@ def _tools(value: Any) -> list[Object]:
         if kind not in (None, "custom", "function") and "input_schema" not in tool:
             tools.append({"type": str(kind)})
             continue
-        name = _member(tool, "name", str, f"tools[{i}]")
+        name = member(tool, "name", str, f"tools[{i}]")
         schema = tool.get("input_schema") or {}
         if not isinstance(schema, dict):
             raise RequestError(f"tools[{i}].input_schema must be an object, a JSON schema")
@@ -263,7 +249,7 @@ _NO_EFFECT: ignored_fields.IgnoredValues = {
 _BLOCKS = str | list[Object]
 
 
-class CountTokensBody(Body):
+class CountTokensBody(AsChat):
     """`POST /v1/messages/count_tokens`."""
 
     ignored = _NO_EFFECT
@@ -273,12 +259,6 @@ class CountTokensBody(Body):
     tool_choice: Annotated[Object, plain(_tool_choice, Object)] = Field({})
     thinking: Annotated[Object, plain(_thinking, Object)] = Field({})
     output_config: Annotated[Object, plain(_output_config, Object)] = Field({})
-    _chat: ChatBody = PrivateAttr()
-
-    @property
-    def chat(self) -> ChatBody:
-        """The same conversation as a chat."""
-        return self._chat
 
     @property
     def chat_fields(self) -> Object:
@@ -314,7 +294,7 @@ class CountTokensBody(Body):
                 yield from _of_user(blocks, path, tools, noted)
 
 
-class MessagesBody(CountTokensBody, GeneratingBody):
+class MessagesBody(CountTokensBody, GeneratingAsChat):
     """`POST /v1/messages`."""
 
     documented = {  # noqa: RUF012
@@ -329,20 +309,8 @@ class MessagesBody(CountTokensBody, GeneratingBody):
     top_k: Int | None = None
 
     @property
-    def num_grammar_chars(self) -> int:
-        return self.chat.num_grammar_chars
-
-    @property
-    def is_heavy(self) -> bool:
-        return self.chat.is_heavy
-
-    @property
     def is_open_ended(self) -> bool:
         return self.max_tokens is None
-
-    @property
-    def answer_headers(self) -> list[tuple[str, str]]:
-        return self.chat.answer_headers
 
     @property
     def chat_fields(self) -> Object:

@@ -47,21 +47,20 @@ def anthropic_error(
 
 def anthropic_response(response: Response, request_id: str) -> Response:
     """The same error in Anthropic's form."""
-    error = json.loads(bytes(response.body))["error"]
-    status, fields = anthropic_error(response.status_code, error, request_id)
-    response.status_code, response.body = status, _dump(fields)
-    response.headers["content-length"] = str(len(response.body))
+    status, data = _reformed(response.status_code, bytes(response.body), request_id)
+    response.status_code, response.body = status, data
+    response.headers["content-length"] = str(len(data))
     return response
 
 
 def reformed(start: Message, body: Message, request_id: str) -> tuple[Message, Message]:
     """The two messages of an error's response, in Anthropic's form."""
-    status, fields = anthropic_error(start["status"], json.loads(body["body"])["error"], request_id)
-    data = _dump(fields)
+    status, data = _reformed(start["status"], body["body"], request_id)
     start = {**start, "status": status, "headers": list(start.get("headers", ()))}
     MutableHeaders(raw=start["headers"])["content-length"] = str(len(data))
     return start, {**body, "body": data}
 
 
-def _dump(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, separators=(",", ":")).encode()
+def _reformed(status: int, data: bytes, request_id: str) -> tuple[int, bytes]:
+    status, fields = anthropic_error(status, json.loads(data)["error"], request_id)
+    return status, json.dumps(fields, separators=(",", ":")).encode()

@@ -35,7 +35,9 @@ from infer.server.openai.schema import (
     MAX_LIGHT_CHARS,
     MAX_LIGHT_WORDS,
     RANGES,
+    Body,
     Conversation,
+    GeneratingBody,
     Generation,
     Limit,
     between,
@@ -158,6 +160,33 @@ class ChatBody(Conversation, Generation):
             other = next(iter(self.grammars))
             raise RequestError(f"{other} and this tool_choice exclude each other", param=other)
         return self
+
+
+class AsChat(Body):
+    """A body of another API that is a chat in other words: whoever makes one sets `_chat`."""
+
+    _chat: ChatBody = PrivateAttr()
+
+    @property
+    def chat(self) -> ChatBody:
+        """The same conversation as a chat."""
+        return self._chat
+
+
+class GeneratingAsChat(AsChat, GeneratingBody):
+    """One whose answer is generated: what the pipeline asks of it, its chat knows."""
+
+    @property
+    def num_grammar_chars(self) -> int:
+        return self.chat.num_grammar_chars
+
+    @property
+    def is_heavy(self) -> bool:
+        return self.chat.is_heavy
+
+    @property
+    def answer_headers(self) -> list[tuple[str, str]]:
+        return self.chat.answer_headers
 
 
 # ---- requests

@@ -21,6 +21,9 @@ _SAID = {"refusal": "refusal"}
 """further kinds that an assistant's message may have"""
 _THOUGHTS = frozenset(("thinking", "redacted_thinking", "reasoning"))
 """kinds of an assistant's parts that hold what it thought"""
+IMAGE = "[image: this model reads text only]"
+FILE = "[file: this server reads text only]"
+"""texts in the place of an image or a file, in APIs whose clients cannot go on without them"""
 
 
 def text_of(content: Any, role: str | None = None, noted: list[str] | None = None) -> str:
@@ -44,11 +47,9 @@ def _text(
         if noted is not None and role == "assistant" and kind in _THOUGHTS:
             note(noted, kind)
             return ""
-        shown = repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
-        raise RequestError(
-            f"content has a part with {shown}; only parts of the type 'text' are supported",
-            code="unsupported_content_part",
-        )
+        found = f"content has a part with {shown_kind(kind)}"
+        message = f"{found}; only parts of the type 'text' are supported"
+        raise RequestError(message, code="unsupported_content_part")
     text = part.get(member)
     if not isinstance(text, str):
         words = f"{{'type': '{kind}', '{member}': string}}"
@@ -56,6 +57,30 @@ def _text(
     if len(part) > 2:
         leave_out(part, {"type", member}, "a text part", noted)
     return text
+
+
+def shown_kind(kind: Any) -> str:
+    """The kind of a part or an item, for an error message."""
+    return repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
+
+
+def leave_out_kind(kind: Any, path: str, owner: str, noted: list[str] | None) -> None:
+    """Note the kind of a part that is left out. Raises `RequestError` if it has none, or if `noted`
+    is None. `owner`: what the part is, for the message."""
+    if isinstance(kind, str) and noted is not None:
+        note(noted, kind)
+        return
+    message = f"{path} is {owner} with {shown_kind(kind)}, which this server does not know"
+    raise RequestError(message, param=path, code="unsupported_content_part")
+
+
+def member(fields: dict[str, Any], name: str, kind: type, path: str) -> Any:
+    """A member that must be a string or an object. Raises `RequestError`; `path`: of `fields`."""
+    value = fields.get(name)
+    if not isinstance(value, kind):
+        word = "a string" if kind is str else "an object"
+        raise RequestError(f"{path}.{name} must be {word}", param=f"{path}.{name}")
+    return value
 
 
 def leave_out(fields: dict[str, Any], known: set[str], owner: str, noted: list[str] | None) -> None:

@@ -13,14 +13,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from infer.errors import RequestError
-from infer.server.http.json_body import MAX_NAME_CHARS
+from infer.server.openai.content_parts import FILE, IMAGE, leave_out_kind, member, shown_kind
 from infer.server.openai.ignored_fields import note
 from infer.server.openai.schema import Object
 
 JOIN = "__"
 """between the name of a namespace and that of a function in it, as the model sees them"""
-IMAGE = "[image: this model reads text only]"
-FILE = "[file: this server reads text only]"
 _REPLACED = {"input_image": IMAGE, "image_url": IMAGE, "input_file": FILE, "input_audio": FILE}
 """kinds of content parts that are no text → the text in their place"""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text",
@@ -78,7 +76,7 @@ def read_tools(value: Any) -> Tools:
 def _add_tool(found: Tools, tool: Object, path: str, namespace: str | None) -> None:
     kind = tool.get("type")
     if kind == "namespace" and namespace is None:
-        name, inner = _string(tool, "name", path), tool.get("tools")
+        name, inner = member(tool, "name", str, path), tool.get("tools")
         if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
             raise RequestError(f"{path}.tools must be a list of objects", param=f"{path}.tools")
         for i, each in enumerate(inner):
@@ -87,7 +85,7 @@ def _add_tool(found: Tools, tool: Object, path: str, namespace: str | None) -> N
     if kind not in ("function", "custom"):
         found.shown.append({"type": str(kind)})
         return
-    own = Tool(_string(tool, "name", path), namespace, kind == "custom")
+    own = Tool(member(tool, "name", str, path), namespace, kind == "custom")
     name = own.shown_name
     function: Object = {"name": name}
     if isinstance(tool.get("description"), str):
@@ -103,13 +101,6 @@ def _add_tool(found: Tools, tool: Object, path: str, namespace: str | None) -> N
     found.shown.append({"type": "function", "function": function})
 
 
-def _string(item: Object, name: str, path: str) -> str:
-    value = item.get(name)
-    if not isinstance(value, str):
-        raise RequestError(f"{path}.{name} must be a string", param=f"{path}.{name}")
-    return value
-
-
 def text_of(content: Any, path: str, noted: list[str] | None) -> str:
     """The text of a content, which is a string or a list of parts; "" for null."""
     if content is None:
@@ -122,15 +113,11 @@ def text_of(content: Any, path: str, noted: list[str] | None) -> str:
     for i, part in enumerate(content):
         kind, here = part.get("type"), f"{path}[{i}]"
         if isinstance(kind, str) and kind in _TEXTS:
-            texts.append(_string(part, _TEXTS[kind], here))
+            texts.append(member(part, _TEXTS[kind], str, here))
         elif isinstance(kind, str) and kind in _REPLACED:
             texts.append(_REPLACED[kind])
-        elif isinstance(kind, str) and noted is not None:
-            note(noted, kind)
         else:
-            shown = repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
-            message = f"{here} is a part with {shown}, which this server does not know"
-            raise RequestError(message, param=here, code="unsupported_content_part")
+            leave_out_kind(kind, here, "a part", noted)
     return "".join(texts)
 
 
@@ -154,7 +141,7 @@ class ItemReader:
             yield self._answer
             self._answer = None
 
-    def _add(self, path: str, *after: str) -> Iterator[Object]:
+    def _add(self, *after: str) -> Iterator[Object]:
         """Begin another answer, unless the open one has none of the members `after`."""
         if self._answer is not None and any(name in self._answer for name in after):
             yield from self._take()
@@ -169,24 +156,23 @@ class ItemReader:
             text = text_of(item.get("content"), f"{path}.content", self._noted)
             text = text or text_of(item.get("summary"), f"{path}.summary", self._noted)
             if text:
-                yield from self._add(path, "content", "tool_calls", "reasoning_content")
+                yield from self._add("content", "tool_calls", "reasoning_content")
                 assert self._answer is not None
                 self._answer["reasoning_content"] = text
         elif kind in ("function_call", "custom_tool_call"):
-            yield from self._add(path)
+            yield from self._add()
             assert self._answer is not None
             self._answer.setdefault("tool_calls", []).append(self._call(item, path))
         elif kind in _RESULTS:
             yield from self._take()
             output = item.get("output")
             content = text_of(output, f"{path}.output", self._noted)
-            call_id = _string(item, "call_id", path)
+            call_id = member(item, "call_id", str, path)
             yield {"role": "tool", "tool_call_id": call_id, "content": content}
         elif isinstance(kind, str) and self._noted is not None:
             note(self._noted, kind)
         else:
-            shown = repr(kind[:MAX_NAME_CHARS]) if isinstance(kind, str) else "no type"
-            raise RequestError(f"{path} is an item with {shown}", param=path)
+            raise RequestError(f"{path} is an item with {shown_kind(kind)}", param=path)
 
     def _message(self, item: Object, path: str) -> Iterator[Object]:
         role = item.get("role")
@@ -195,7 +181,7 @@ class ItemReader:
             raise RequestError(f"{path}.role must be one of {words}", param=f"{path}.role")
         content = text_of(item.get("content"), f"{path}.content", self._noted)
         if role == "assistant":
-            yield from self._add(path, "content", "tool_calls")
+            yield from self._add("content", "tool_calls")
             assert self._answer is not None
             self._answer["content"] = content
             return
@@ -206,13 +192,13 @@ class ItemReader:
         is_custom = item["type"] == "custom_tool_call"
         namespace = item.get("namespace")
         own = Tool(
-            _string(item, "name", path),
+            member(item, "name", str, path),
             namespace if isinstance(namespace, str) else None,
             is_custom,
         )
         if is_custom:
-            arguments = json.dumps({"input": _string(item, "input", path)}, ensure_ascii=False)
+            arguments = json.dumps({"input": member(item, "input", str, path)}, ensure_ascii=False)
         else:
-            arguments = _string(item, "arguments", path)
+            arguments = member(item, "arguments", str, path)
         function = {"name": own.shown_name, "arguments": arguments}
-        return {"id": _string(item, "call_id", path), "type": "function", "function": function}
+        return {"id": member(item, "call_id", str, path), "type": "function", "function": function}

@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import RequestError, UnprocessableError
 from infer.server.openai import ignored_fields, schema_base
-from infer.server.openai.chat import ChatBody, chat_requests
+from infer.server.openai.chat import AsChat, ChatBody, GeneratingAsChat, chat_requests
 from infer.server.openai.generating_api import OnMessage
 from infer.server.openai.response_answer import ResponseAnswer
 from infer.server.openai.response_items import NO_TOOLS, ItemReader, read_tools
 from infer.server.openai.schema import (
     MAX_MESSAGES,
     RANGES,
-    Body,
-    GeneratingBody,
     Limit,
     Object,
     limit,
@@ -112,7 +110,7 @@ _NO_EFFECT: ignored_fields.IgnoredValues = {
 """fields that clients send and that change nothing here, with the values for which that is so"""
 
 
-class InputTokensBody(Body):
+class InputTokensBody(AsChat):
     """`POST /v1/responses/input_tokens`."""
 
     ignored = _NO_EFFECT
@@ -126,12 +124,6 @@ class InputTokensBody(Body):
     text: Annotated[Object, plain(_text, Object)] = Field({})
     truncation: Literal["auto", "disabled"] = "disabled"
     previous_response_id: str | None = None
-    _chat: ChatBody = PrivateAttr()
-
-    @property
-    def chat(self) -> ChatBody:
-        """The same conversation as a chat."""
-        return self._chat
 
     @property
     def chat_fields(self) -> Object:
@@ -183,7 +175,7 @@ class InputTokensBody(Body):
         return {**choice, "allowed_tools": {**allowed, "tools": [*map(shown, allowed["tools"])]}}
 
 
-class ResponseBody(InputTokensBody, GeneratingBody):
+class ResponseBody(InputTokensBody, GeneratingAsChat):
     """`POST /v1/responses`."""
 
     documented = {  # noqa: RUF012
@@ -195,20 +187,8 @@ class ResponseBody(InputTokensBody, GeneratingBody):
     top_p: float | None = None
 
     @property
-    def num_grammar_chars(self) -> int:
-        return self.chat.num_grammar_chars
-
-    @property
-    def is_heavy(self) -> bool:
-        return self.chat.is_heavy
-
-    @property
     def is_open_ended(self) -> bool:
         return self.max_output_tokens is None
-
-    @property
-    def answer_headers(self) -> list[tuple[str, str]]:
-        return self.chat.answer_headers
 
     @property
     def told(self) -> Object:
