@@ -46,6 +46,10 @@ TopP = Annotated[
         help="Sample from the most probable tokens with this total; default: the model's own, or 1."
     ),
 ]
+LOCAL_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+Url = Annotated[str, typer.Option(help="Where the server is.")]
+ApiKey = Annotated[str | None, typer.Option(help="A key of the server.", envvar="INFER_API_KEY")]
+OneModel = Annotated[str | None, typer.Option(help="Which of several models; default: the first.")]
 _IN_MODULES = {
     "serve": "infer.cli.serving",
     "bench": "infer.cli.bench",
@@ -194,12 +198,8 @@ def doctor(
 @app.command()
 def explain(
     request_id: Annotated[str, typer.Argument(help="The `id` of an answer.")],
-    url: Annotated[
-        str, typer.Option(help="Where the server is.")
-    ] = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}",
-    api_key: Annotated[
-        str | None, typer.Option(help="A key of the server.", envvar="INFER_API_KEY")
-    ] = None,
+    url: Url = LOCAL_URL,
+    api_key: ApiKey = None,
 ) -> None:
     """Say what happened to a request, and why it took as long as it did."""
     from infer.cli.explain import run_explain
@@ -210,15 +210,9 @@ def explain(
 @app.command()
 def connect(
     agent: Annotated[str, typer.Argument(help="codex, claude, qwen or opencode.")],
-    url: Annotated[
-        str, typer.Option(help="Where the server is.")
-    ] = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}",
-    model: Annotated[
-        str | None, typer.Option(help="Which of several models; default: the first.")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="A key of the server.", envvar="INFER_API_KEY")
-    ] = None,
+    url: Url = LOCAL_URL,
+    model: OneModel = None,
+    api_key: ApiKey = None,
     start: Annotated[
         bool, typer.Option("--start", help="Start the agent; without it, print how.")
     ] = False,
@@ -231,15 +225,9 @@ def connect(
 
 @app.command()
 def top(
-    url: Annotated[
-        str, typer.Argument(help="Where the server is.")
-    ] = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}",
-    model: Annotated[
-        str | None, typer.Option(help="Which of several models; default: the first.")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="A key of the server.", envvar="INFER_API_KEY")
-    ] = None,
+    url: Annotated[str, typer.Argument(help="Where the server is.")] = LOCAL_URL,
+    model: OneModel = None,
+    api_key: ApiKey = None,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
 ) -> None:
     """Show what an engine does, live: seats, queue, pages, speed and each request."""
