@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from infer.server.tenancy.shared_resources import LIMITED
 from tests.support.server_process import Findings, hash_server, percentile, served
 from tests.support.serving import CHAT, COMPLETIONS, chat_body, completion_body
+from tests.support.shared_resources import LIMITED
 from tests.support.tenants import make
 
 NUM_ROUNDS = 10

@@ -17,18 +17,18 @@ from infer.server.http.error_responses import HttpError
 from infer.server.sessions.database_threads import NUM_THREADS, DatabaseThreads
 from infer.server.sessions.store import SessionStore
 from infer.server.tenancy.key_places import KeyPlaces
-from infer.server.tenancy.shared_resources import (
+from infer.server.viewers import MAX_VIEWERS, TURN_S, EngineViewers
+from tests.support.doubles import make_hash_llm
+from tests.support.floods import FLOODS, FULL, Flood
+from tests.support.serving import App, with_app
+from tests.support.shared_makers import MAKERS, REFUSALS, holders, sites
+from tests.support.shared_resources import (
     LIMITED,
     SHARED_RESOURCES,
     UNLIMITED,
     KeyLimit,
     SharedResource,
 )
-from infer.server.viewers import MAX_VIEWERS, TURN_S, EngineViewers
-from tests.support.doubles import make_hash_llm
-from tests.support.floods import FLOODS, FULL, Flood
-from tests.support.serving import App, with_app
-from tests.support.shared_makers import MAKERS, REFUSALS, holders, sites
 
 WAIT_S = 60
 """seconds after which something has not happened"""
