@@ -16,7 +16,7 @@ from typing import Any
 
 from infer.text.grammars.compiler import JSON_OPTIONS
 from infer.text.tools.bare_calls import bare_calls
-from infer.text.tools.call import Block, Reading
+from infer.text.tools.call import Block, Reading, taken
 from infer.text.tools.call import Parts as Parts
 from infer.text.tools.call import ToolCall as ToolCall
 from infer.text.tools.formats import BARE as BARE
@@ -181,15 +181,7 @@ class AnswerParser:
                 pass
         while end and self._advance(end):
             pass
-        parts = Parts(
-            "".join(self._reasoning),
-            "".join(self._content),
-            tuple(self._calls),
-            "".join(self._more),
-        )
-        for given in (self._reasoning, self._content, self._calls, self._more):
-            given.clear()
-        return parts
+        return taken(self._reasoning, self._content, self._calls, self._more)
 
     def _advance(self, end: bool) -> bool:
         """Make one step in the current state; returns whether held text is left for the next."""

@@ -38,6 +38,16 @@ class Parts(NamedTuple):
     """Further arguments of the call that was the last one before these."""
 
 
+def taken(
+    reasoning: list[str], content: list[str], calls: list[ToolCall], more: list[str]
+) -> Parts:
+    """The parts that have gathered in these lists, which are empty afterwards."""
+    parts = Parts("".join(reasoning), "".join(content), tuple(calls), "".join(more))
+    for given in (reasoning, content, calls, more):
+        given.clear()
+    return parts
+
+
 class Block(NamedTuple):
     """A decision about the beginning of a text."""
 

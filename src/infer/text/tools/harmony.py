@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from infer.text.tools.call import Parts, ToolCall, made_call
+from infer.text.tools.call import Parts, ToolCall, made_call, taken
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -61,15 +61,7 @@ class HarmonyParser:
             pass
         if end:
             self._close()
-        parts = Parts(
-            "".join(self._reasoning),
-            "".join(self._content),
-            tuple(self._found),
-            "".join(self._more),
-        )
-        for given in (self._reasoning, self._content, self._found, self._more):
-            given.clear()
-        return parts
+        return taken(self._reasoning, self._content, self._found, self._more)
 
     def _head(self, end: bool) -> bool:
         """Read the head of a message; returns whether anything has been read."""
