@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import subprocess
-import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,19 +20,12 @@ from typing import Any
 
 from infer.cli.connect import AGENTS as CONNECTED
 from infer.cli.connect import find_target
-from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.client.input import InputProcessor
-from infer.engine.loop import EngineThread
-from infer.schedule.sequence import Plan, Sampled
-from infer.server.address import bind, url_of
-from infer.server.serve import Server
+from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import ToolFormat
-from infer.types.engine_limits import EngineLimits
-from tests.support.checkpoints import END_ID, write_tokenizer
-from tests.support.doubles import make_hash_core
-from tests.support.published_templates import SPECIAL, templates
+from tests.clients.loops import TalkingRunner, listening, talking
+from tests.support.published_templates import templates
 
 WINDOW = 600_000
 """in bytes, which are the tests' tokens: about 150,000 tokens of a real vocabulary"""
@@ -129,83 +121,37 @@ AGENTS = (
 )
 
 
-class AgentRunner:
+class AgentRunner(TalkingRunner):
     """Says the calls of the step that is next, and the answer after the last one."""
 
     def __init__(self, tokenizer: Tokenizer, way: ToolFormat, steps: Steps) -> None:
-        self._tokenizer = tokenizer
-        self._way = way
+        super().__init__(tokenizer, way)
         self._steps = steps
-        self._scripts: dict[str, list[int]] = {}
         self.prompts: list[str] = []
         """all prompts, in order"""
 
-    def execute(self, plan: Plan) -> list[Sampled]:
-        results = []
-        for chunk in plan:
-            if not chunk.samples:
-                continue
-            request = chunk.sequence.request
-            if request.request_id not in self._scripts:
-                ids = self._answer(request.prompt_token_ids)
-                self._scripts[request.request_id] = ids
-            script = self._scripts[request.request_id]
-            position = len(chunk.sequence.tokens) - len(request.prompt_token_ids)
-            results.append(Sampled(script[min(position, len(script) - 1)], None))
-        return results
-
-    def _answer(self, prompt_ids: tuple[int, ...]) -> list[int]:
-        prompt = self._tokenizer.decode(prompt_ids, skip_special_tokens=False)
+    def answer(self, prompt: str) -> str:
         self.prompts.append(prompt)
-        num_results, num_before, text = prompt.count(RESULT), 0, ANSWER
+        num_results, num_before = prompt.count(RESULT), 0
         for step in self._steps:
             if num_results <= num_before and QUESTION in prompt:
-                text = self._way.write([ToolCall(name, json.dumps(call)) for name, call in step])
-                break
+                return self._way.write([ToolCall(name, json.dumps(call)) for name, call in step])
             num_before += len(step)
-        if prompt.rstrip().endswith("<think>"):
-            text = f"Hm.\n</think>\n\n{text}"
-        ids = self._tokenizer.encode(text, add_special_tokens=False, parse_special_tokens=True)
-        return [*ids, END_ID]
+        return ANSWER
 
 
 @contextmanager
 def scripted_server(folder: Path, steps: Steps) -> Iterator[tuple[str, AgentRunner]]:
     """A server of the script; yields its address and the runner."""
-    write_tokenizer(folder)
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    named = {name: SPECIAL[name] for name in ("bos_token", "eos_token")}
-    config |= {**named, "chat_template": templates()[TEMPLATE]}
-    path.write_text(json.dumps(config), encoding="utf-8")
-    tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.tool_use is not None
-    core = make_hash_core(
-        max_seq_len=WINDOW,
-        num_pages=4 * WINDOW // 16,
-        page_size=16,
-        max_num_batched_tokens=8192,
-    )
-    core.runner = runner = AgentRunner(tokenizer, tokenizer.tool_use.format, steps)
-    limits = EngineLimits(
-        vocab_size=tokenizer.vocab_size,
-        max_seq_len=WINDOW,
-        num_seats=core.scheduler.num_seats,
-        max_waiting_requests=core.scheduler.config.max_waiting_requests,
-    )
-    engine = AsyncLLM(EngineThread(core), InputProcessor(tokenizer, limits), "loop")
-    with bind(port=0) as sock:
-        listening = threading.Event()
-        server = Server(engine, sock, announce=lambda line: listening.set())
-        thread = threading.Thread(target=server.serve_until_stopped)
-        thread.start()
-        try:
-            assert listening.wait(60)
-            yield url_of(sock), runner
-        finally:
-            server.should_exit = True
-            thread.join(60)
-            assert not thread.is_alive()
+    runners: list[AgentRunner] = []
+
+    def make_runner(tokenizer: Tokenizer, way: ToolFormat) -> AgentRunner:
+        runners.append(AgentRunner(tokenizer, way, steps))
+        return runners[0]
+
+    engine = talking(folder, templates()[TEMPLATE], make_runner, WINDOW)
+    with listening(engine, ServerSettings()) as url:
+        yield url, runners[0]
 
 
 def installed(agent: Agent) -> Path:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,13 +38,17 @@ ANSWER = "All three are sunny."
 MAX_SEQ_LEN = 60_000
 
 
-class TalkingRunner:
-    """Says what comes next in the loop; how far it is, the results in the prompt tell."""
+class TalkingRunner(ABC):
+    """Says what `answer` makes of a prompt."""
 
     def __init__(self, tokenizer: Tokenizer, way: ToolFormat) -> None:
         self._tokenizer = tokenizer
         self._way = way
         self._scripts: dict[str, list[int]] = {}
+
+    @abstractmethod
+    def answer(self, prompt: str) -> str:
+        """The text of the answer, without thoughts."""
 
     def execute(self, plan: Plan) -> list[Sampled]:
         results = []
@@ -52,15 +57,25 @@ class TalkingRunner:
                 continue
             request = chunk.sequence.request
             if request.request_id not in self._scripts:
-                ids = self._answer(request.prompt_token_ids)
-                self._scripts[request.request_id] = ids
+                self._scripts[request.request_id] = self._script(request.prompt_token_ids)
             script = self._scripts[request.request_id]
             position = len(chunk.sequence.tokens) - len(request.prompt_token_ids)
             results.append(Sampled(script[min(position, len(script) - 1)], None))
         return results
 
-    def _answer(self, prompt_ids: tuple[int, ...]) -> list[int]:
+    def _script(self, prompt_ids: tuple[int, ...]) -> list[int]:
         prompt = self._tokenizer.decode(prompt_ids, skip_special_tokens=False)
+        text = self.answer(prompt)
+        if prompt.rstrip().endswith("<think>"):
+            text = f"It asks.\n</think>\n\n{text}"
+        ids = self._tokenizer.encode(text, add_special_tokens=False, parse_special_tokens=True)
+        return [*ids, END_ID]
+
+
+class LoopRunner(TalkingRunner):
+    """Says what comes next in the loop; how far it is, the results in the prompt tell."""
+
+    def answer(self, prompt: str) -> str:
         num_results = sum(f"{city} is sunny" in prompt for city in CITIES)
         opens, text = self._way.prompt_opens, ANSWER
         if num_results < len(CITIES):
@@ -72,14 +87,16 @@ class TalkingRunner:
             text = f"{opens}all\n{text}"
         if opens and prompt.endswith(opens):
             text = text.removeprefix(opens)
-        if prompt.rstrip().endswith("<think>"):
-            text = f"It asks.\n</think>\n\n{text}"
-        ids = self._tokenizer.encode(text, add_special_tokens=False, parse_special_tokens=True)
-        return [*ids, END_ID]
+        return text
 
 
-def talking(folder: Path, source: str) -> AsyncLLM:
-    """The engine of one template."""
+def talking(
+    folder: Path,
+    source: str,
+    make_runner: Callable[[Tokenizer, ToolFormat], TalkingRunner] = LoopRunner,
+    max_seq_len: int = MAX_SEQ_LEN,
+) -> AsyncLLM:
+    """The engine of one template; `folder` is where its text files are written."""
     write_tokenizer(folder)
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     named = {name: SPECIAL[name] for name in ("bos_token", "eos_token")}
@@ -90,15 +107,15 @@ def talking(folder: Path, source: str) -> AsyncLLM:
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer.tool_use is not None
     core = make_hash_core(
-        max_seq_len=MAX_SEQ_LEN,
-        num_pages=4 * MAX_SEQ_LEN // 16,
+        max_seq_len=max_seq_len,
+        num_pages=4 * max_seq_len // 16,
         page_size=16,
         max_num_batched_tokens=8192,
     )
-    core.runner = TalkingRunner(tokenizer, tokenizer.tool_use.format)
+    core.runner = make_runner(tokenizer, tokenizer.tool_use.format)
     limits = EngineLimits(
         vocab_size=tokenizer.vocab_size,
-        max_seq_len=MAX_SEQ_LEN,
+        max_seq_len=max_seq_len,
         num_seats=core.scheduler.num_seats,
         max_waiting_requests=core.scheduler.config.max_waiting_requests,
     )
@@ -117,14 +134,21 @@ def loops(folder: Path) -> Iterator[str]:
     settings = ServerSettings(sessions="sqlite://")
     models = ModelRouter(launches, functools.partial(create_app, settings=settings, is_inner=True))
     models.load_all()
+    with listening(models, settings) as url:
+        yield f"{url}/v1"
+
+
+@contextmanager
+def listening(engine: AsyncLLM | ModelRouter, settings: ServerSettings) -> Iterator[str]:
+    """A server over engines; yields its address."""
     with bind(port=0) as sock:
         listening = threading.Event()
-        server = Server(models, sock, settings, announce=lambda line: listening.set())
+        server = Server(engine, sock, settings, announce=lambda line: listening.set())
         thread = threading.Thread(target=server.serve_until_stopped)
         thread.start()
         try:
             assert listening.wait(60)
-            yield f"{url_of(sock)}/v1"
+            yield url_of(sock)
         finally:
             server.should_exit = True
             thread.join(60)
