@@ -95,6 +95,33 @@ def test_core() -> None:
     assert shown[-1].startswith("waiting 0, tokens {'2'")
 
 
+def test_smallest_core(run: Run) -> None:
+    """The third request has a seat in the tick after the first one has ended."""
+    gets = [line.split() for line in run("smallest_core.py").splitlines() if "gets" in line]
+    ticks = {(line[1].strip(":"), line[2]): line[4].strip(",") for line in gets}
+    assert ticks == {
+        ("1", "A"): "12",
+        ("1", "B"): "23",
+        ("2", "A"): "13",
+        ("2", "B"): "24",
+        ("3", "B"): "25",
+        ("3", "C"): "31",
+        ("4", "C"): "32",
+    }
+
+
+def test_generate_batch(run: Run) -> None:
+    shown = run("generate_batch.py").splitlines()
+    assert len(shown) == 7
+    assert shown[0].startswith("'Once upon a time' -> ")
+    assert shown[3:] == [
+        "mode: static",
+        "batches_formed: 1",
+        "mean_batch_size: 3.0",
+        "success_rate: 1.0",
+    ]
+
+
 def test_the_loop_of_the_page() -> None:
     [code] = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/core.md").read_text(encoding="utf-8"), re.DOTALL

@@ -138,7 +138,7 @@ def test_the_dump_is_a_table() -> None:
     table, model = CellTable(20, 12), SetCells()
     place(table, model, [1, 22], (0, 11))
     assert table.dump(str).splitlines() == [
-        "cell  pos  sequences  token",
-        "   0    0  0,11       1 '1'",
-        "   1    1  0,11       22 '22'",
+        "cell  pos  batch  sequences  token",
+        "   0    0         0,11       1 '1'",
+        "   1    1         0,11       22 '22'",
     ]

@@ -93,9 +93,10 @@ def test_a_conversation_slides(shown: dict[str, list[str]]) -> None:
     assert num_slides >= 4
 
 
-def test_the_picture_of_the_page() -> None:
-    """docs/cells.md shows what its own programs print."""
-    page = (ROOT / "docs" / "cells.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["cells.md", "zh.md"])
+def test_the_picture_of_the_page(name: str) -> None:
+    """The pages on cells show what their own programs print."""
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     printed: list[str] = []
     names = {"print": lambda *values: printed.append(" ".join(map(str, values)))}
     exec("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), names)

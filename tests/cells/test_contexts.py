@@ -270,6 +270,31 @@ def test_an_abort_between_layers_or_parts_restores_keys_that_were_rotated(
     assert here.decode(Batch.of([1])) == 0
 
 
+def test_each_token_of_the_last_batch_says_which_cell_it_got(
+    model: CellModel, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Freed cells are taken first; what fails, and what `load` brings, is no batch."""
+    here = context(model, 12, 2, n_ubatch=3)
+    assert here.batch_cells == []
+    here.decode(Batch.of([1, 2, 3, 4, 5, 6]))
+    here.save(tmp_path / "cells")
+    here.seq_rm(0, 1, 3)
+    here.seq_add(0, 3, -1, -2)
+    here.decode(Batch.of([7, 8, 9, 10], 1))
+    assert here.batch_cells == [1, 2, 6, 7]
+    assert [here.cells.token[cell] for cell in here.batch_cells] == [7, 8, 9, 10]
+    column = [line[len("cell  pos  ") :][:5].strip() for line in here.dump().splitlines()[1:]]
+    assert column == ["", "0", "1", "", "", "", "2", "3"]
+    assert here.decode(Batch.of([1] * 9)) == DecodeStatus.NO_FREE_CELLS
+    assert here.batch_cells == [1, 2, 6, 7]
+    here.seq_rm(1, 1, 2)
+    here.cells.check()
+    assert here.batch_cells == [1, 2, 6, 7], "what it got, whatever became of it"
+    here.load(tmp_path / "cells")
+    here.cells.check()
+    assert {line[len("cell  pos  ") :][:5].strip() for line in here.dump().splitlines()[1:]} == {""}
+
+
 def test_an_error_in_the_forward_pass_is_fatal_and_changes_nothing(
     model: CellModel, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

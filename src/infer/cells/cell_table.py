@@ -92,6 +92,8 @@ class CellTable:
         """Token id of each cell; `FREE`."""
         self.shift = np.zeros(num_cells, np.int64)
         """Positions by which each cell's key is still to be rotated."""
+        self.batch = np.full(num_cells, FREE, np.int64)
+        """Index in the last batch of the token that got each cell; `FREE` for the others."""
         self.held = np.zeros((max_seqs, num_cells), np.bool_)
         """Whether a sequence holds a cell."""
         self._num_seqs = np.zeros(num_cells, np.int32)
@@ -201,6 +203,11 @@ class CellTable:
         index[which] = at
         return Placed(cells, index, distinct.tolist())
 
+    def commit(self, placed: Placed) -> None:
+        """Remember the cells of a batch that has been computed as those of the last one."""
+        self.batch[:] = FREE
+        self.batch[placed.cells] = np.arange(len(placed.cells))
+
     def take_back(self, placed: Placed) -> None:
         """Free the cells of `place`, after which nothing was changed."""
         self._free(placed.cells)
@@ -296,7 +303,7 @@ class CellTable:
 
     def _free(self, cells: Int64) -> None:
         self.held[:, cells] = False
-        self.pos[cells] = self.token[cells] = FREE
+        self.pos[cells] = self.token[cells] = self.batch[cells] = FREE
         self.shift[cells] = self._num_seqs[cells] = 0
 
     def _make_row(self, seq: int) -> None:
@@ -323,6 +330,7 @@ class CellTable:
         assert ((self.pos == FREE) == is_free).all(), "a free cell has a position, or a used none"
         assert ((self.token == FREE) == is_free).all(), "a free cell has a token, or a used none"
         assert not self.shift[is_free].any(), "a free cell is to be rotated"
+        assert (self.batch[is_free] == FREE).all(), "a free cell is one of the last batch"
         for seq in np.flatnonzero(~self._stale).tolist():
             cells = self.row(seq) - 1
             assert set(cells.tolist()) == set(np.flatnonzero(self.held[seq]).tolist())
@@ -332,16 +340,20 @@ class CellTable:
             assert self._gapless[seq] == (np.diff(pos) == 1).all()
 
     def dump(self, text: Callable[[int], str] | None = None) -> str:
-        """A table of the cells in use, for a reader; `text` gives a token's text."""
-        rows = [("cell", "pos", "sequences", "token")]
+        """A table of the cells in use, for a reader; `text` gives a token's text. The column
+        "batch" has the index of the token in the last batch, where the cell is one of that."""
+        rows = [("cell", "pos", "batch", "sequences", "token")]
         for record in self.records():
             token = str(record.token)
             if text is not None:
                 token += f" {text(record.token)!r}"
             ids = ",".join(map(str, record.seq_ids))
-            rows.append((str(record.cell), str(record.pos), ids, token))
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+            index = int(self.batch[record.cell])
+            batch = "" if index == FREE else str(index)
+            rows.append((str(record.cell), str(record.pos), batch, ids, token))
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join(
-            f"{row[0]:>{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:<{widths[2]}}  {row[3]}"
+            f"{row[0]:>{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}"
+            f"  {row[3]:<{widths[3]}}  {row[4]}"
             for row in rows
         )

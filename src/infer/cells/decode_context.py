@@ -106,7 +106,7 @@ class Context:
         self._rotation = KeyRotation(config, storage.keys)
         self._logits: Float32 = np.zeros((0, config.vocab_size), np.float32)
         self._output_ids: list[int] = []
-        self._num_decoded = 0
+        self._batch_cells: list[int] = []
 
     # Decoding.
 
@@ -162,7 +162,8 @@ class Context:
                 self.cells.shift[:] = shift
             raise
         self._logits, self._output_ids = logits, batch.flagged.tolist()
-        self._num_decoded = len(batch.token)
+        self.cells.commit(placed)
+        self._batch_cells = placed.cells.tolist()
 
     def _rotate(self) -> tuple[Tensor, NDArray[np.int64], list[Tensor]]:
         """Rotate the keys of all moved cells: (their pages, all shifts before, their old keys)."""
@@ -228,10 +229,11 @@ class Context:
 
         Raises `RequestError` if there is no such token or it was not flagged.
         """
-        index = i + self._num_decoded if i < 0 else i
-        if not 0 <= index < self._num_decoded:
+        num_decoded = len(self._batch_cells)
+        index = i + num_decoded if i < 0 else i
+        if not 0 <= index < num_decoded:
             raise RequestError(
-                f"the last batch has {self._num_decoded} tokens, so there is no token {i}",
+                f"the last batch has {num_decoded} tokens, so there is no token {i}",
                 param="i",
             )
         row = int(np.searchsorted(self._output_ids, index))
@@ -243,6 +245,12 @@ class Context:
             )
         found: Float32 = self._logits[row]
         return found
+
+    @property
+    def batch_cells(self) -> list[int]:
+        """Cell that each token of the last decode that succeeded has got, [T], in the order of the
+        batch. A cell may have been freed since, or moved to another position."""
+        return list(self._batch_cells)
 
     # Cells. Ranges of positions are half-open, and -1 is an open end.
 
