@@ -33,7 +33,7 @@ def doubles(text: str) -> Iterator[tuple[str, str]]:
     for one, other in combinations([row for row in rows if "shown by" not in row[-1]], 2):
         words = [row[0].strip().lower() for row in (one, other)]
         tests = [set(re.findall(r"`(tests/[^`]+)`", row[-1])) for row in (one, other)]
-        is_alike = difflib.SequenceMatcher(None, *words).ratio() > ALIKE
+        is_alike = difflib.SequenceMatcher(None, words[0], words[1]).ratio() > ALIKE
         if is_alike or (len(tests[0]) > 1 and tests[0] == tests[1]):
             yield one[0], other[0]
 
