@@ -29,22 +29,28 @@ def leave_signals_to_parent() -> None:
 
 
 @contextlib.contextmanager
-def interrupted_afterwards() -> Iterator[None]:
-    """Have Ctrl+C wait for the end of the block, such as imports: one that is broken off may raise
-    anything. Does nothing where Ctrl+C is ignored, and outside of the main thread."""
-    before = signal.getsignal(signal.SIGINT)
+def ended_by_signals() -> Iterator[None]:
+    """Have the signals of `ENDING` end the process in the block at once; for a server that loads.
+
+    Python's own handler of Ctrl+C raises `KeyboardInterrupt` wherever the main thread is. Inside an
+    import, a lock or a callback that breaks something off half-way, or is said and forgotten, and
+    the load goes on. The first process of a container gets no signal that has no handler. Does
+    nothing for signals that are ignored, and outside of the main thread.
+    """
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or before is not signal.default_int_handler:
-        yield
-        return
-    numbers: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: numbers.append(number))
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    numbers = [each for each in ENDING if is_main and signal.getsignal(each) in usual]
+    handler = signal.SIG_DFL if os.getpid() != 1 else _leave
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-    if numbers:
-        raise KeyboardInterrupt
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def _leave(number: int, _frame: object) -> None:
+    os._exit(128 + number)
 
 
 def answer_users() -> None:

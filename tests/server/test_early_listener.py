@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import ssl
@@ -256,7 +257,7 @@ def test_what_listens_early_needs_nothing_large() -> None:
     assert done.stdout.strip() == b""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_server_that_loads_answers_and_ends_at_a_signal(number: signal.Signals) -> None:
     env = {**ENV, "INFER_WRAP_CORE": "tests.support.faulty:never"}
     with socket.socket() as free:
@@ -284,13 +285,72 @@ def test_a_server_that_loads_answers_and_ends_at_a_signal(number: signal.Signals
             said = " ".join(re.sub(r"\x1b\[[\d;]*m", "", second.stderr.decode()).split())
             assert f"port: {port} is in use on 127.0.0.1" in said
             process.send_signal(number)
-            assert process.wait(60) != 0
+            assert process.wait(60) == -number
             assert process.stderr is not None
             assert b"Traceback" not in process.stderr.read()
         finally:
             process.kill()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
+
+
+def test_ctrl_c_ends_a_load_at_every_moment() -> None:
+    """Whatever the main thread does: imports, a wait for the engine, a line of the log."""
+    code = """
+import signal, sys, threading, time
+from infer.signals import ended_by_signals
+
+class Held:
+    def __del__(self):  # what is raised here is said and forgotten
+        print("in", flush=True)
+        time.sleep(60)
+
+with ended_by_signals():
+    Held()
+"""
+    command = [sys.executable, "-c", code]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        with subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"in\n"
+            process.send_signal(number)
+            assert process.wait(30) == -number
+
+
+def test_the_first_process_of_a_container_ends_while_it_loads() -> None:
+    """The system gives it no signal for which it has no handler."""
+    code = """
+import time
+from infer.signals import ended_by_signals
+
+with ended_by_signals():
+    print("in", flush=True)
+    while True:
+        time.sleep(0.01)
+"""
+    contained = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
+    if shutil.which("unshare") is None or subprocess.run([*contained, "true"]).returncode:
+        pytest.skip("no process can be the first one of a namespace here")
+    with subprocess.Popen(
+        [*contained, sys.executable, "-c", code], env=ENV, stdout=subprocess.PIPE
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"in\n"
+            (first,) = _children(process.pid)
+            os.kill(first, signal.SIGTERM)
+            assert process.wait(30) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task")
+    return [
+        int(each)
+        for path in tasks.glob("*/children")
+        for each in path.read_text(encoding="ascii").split()
+    ]
 
 
 SMALL = ServerLimits(header_timeout_s=0.2, max_connections=8, probe_connections=2)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from infer.engine.process.spawned import EarlyProcess
-from infer.signals import open_standard_streams
+from infer.signals import ended_by_signals, open_standard_streams
 
 WITHOUT_PROCESS = ("--help", "--engine-thread", "--load-on-first-use")
 """options of `infer serve` with which no engine process is started at once"""
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run(given, None)
         return
     open_standard_streams()
-    with EarlyProcess() as early:
+    with ended_by_signals(), EarlyProcess() as early:
         _run(given, early)
 
 

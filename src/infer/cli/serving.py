@@ -15,7 +15,7 @@ from infer.server.early_listener import listening
 from infer.server.observe.logs import log_on_stderr
 from infer.server.served_models import configs_of, names_of
 from infer.server.settings import ServerSettings
-from infer.signals import interrupted_afterwards, open_standard_streams
+from infer.signals import ended_by_signals, open_standard_streams
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -49,13 +49,13 @@ def serve(
     configs = configs_of(models or ([] if model is None else [model]), settings)
     open_standard_streams()
     with contextlib.ExitStack() as held:
+        held.enter_context(ended_by_signals())
         early: EarlyProcess | None = context.obj  # started by `cli.entry`
         if early is None and not (engine_thread or chosen.load_on_first_use):
             early = held.enter_context(EarlyProcess())
         held.enter_context(log_on_stderr(chosen.log_format))
         listener = held.enter_context(listening(chosen, host, port, names_of(configs)))
         # These imports take as long as half of those of the engine process.
-        with interrupted_afterwards():
-            from infer.server.serve import serve_config
+        from infer.server.serve import serve_config
 
         serve_config(configs, chosen, in_thread=engine_thread, early=early, listener=listener)

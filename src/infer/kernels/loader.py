@@ -3,9 +3,9 @@
 The package can be installed without a compiler. Then `available()` says so, attention uses
 `SDPABackend`, and `make_linear` uses torch's products. The kernels have threads of their own
 (`csrc/threads.cpp`), as many as torch is told to use. The instruction set is the best that the CPU
-has, or the one that `INFER_ISA` names (`INSTRUCTION_SETS`); all kernels obey it. Signatures and
-records are read from `csrc/abi.h`. Pointers are raw addresses here: `attention.cpu` and
-`kernels.linear` keep the memory alive.
+has, or the one that `INFER_ISA` names (`INSTRUCTION_SETS`); all kernels obey it. With
+`INFER_ISA=none` there are no kernels. Signatures and records are read from `csrc/abi.h`. Pointers
+are raw addresses here: `attention.cpu` and `kernels.linear` keep the memory alive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from pathlib import Path
 import torch
 
 ISA_VARIABLE = "INFER_ISA"
-"""Environment variable that names the instruction set for all kernels."""
+"""Environment variable that names the instruction set for all kernels, or is `NO_KERNELS`."""
+NO_KERNELS = "none"
+"""With this value a process computes as if the kernels had not been compiled."""
 X86_SETS = ("amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2")
 """Names of the instruction sets of x86-64, best first."""
 ARM_SETS = ("neon_i8mm_bf16", "neon_dotprod", "neon")
@@ -95,6 +97,8 @@ def library_file() -> Path:
 @functools.cache
 def library() -> ctypes.CDLL | str:
     """The library, or the reason why it cannot be used."""
+    if os.environ.get(ISA_VARIABLE) == NO_KERNELS:
+        return f"{ISA_VARIABLE}={NO_KERNELS} leaves the CPU kernels out"
     file = library_file()
     if not file.exists():
         return (
@@ -181,7 +185,9 @@ def chosen_instruction_set() -> str:
     sets = instruction_sets()
     wanted = os.environ.get(ISA_VARIABLE)
     if wanted and wanted not in sets:
-        raise ValueError(f"{ISA_VARIABLE}={wanted!r} does not run here; use {', '.join(sets)}")
+        raise ValueError(
+            f"{ISA_VARIABLE}={wanted!r} does not run here; use {', '.join(sets)}, or {NO_KERNELS}"
+        )
     loaded().infer_set_isa((wanted or "amx").encode())
     return wanted or sets[0]
 
