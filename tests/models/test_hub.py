@@ -194,7 +194,7 @@ def test_what_cannot_be_read_in_the_cache_is_a_row_and_hides_no_other(
         content = config if isinstance(config, bytes) else config.encode()
         (snapshot / "config.json").write_bytes(content)
     (tmp_path / "models--them--odd").mkdir()  # without snapshots
-    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "400")
     found = {each.name.removeprefix("them/"): each for each in cached_checkpoints()}
     assert found.keys() == {*configs, "odd"}

@@ -7,6 +7,7 @@ slowest pauses last. Consecutive parts of a prompt are one line.
 from __future__ import annotations
 
 import io
+import json
 import time
 import urllib.error
 import urllib.request
@@ -23,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from infer.cli.plain import plain
-from infer.errors import InferError
+from infer.errors import InferError, RequestError
 from infer.files import parse_json
 
 Fields = dict[str, Any]
@@ -33,26 +34,34 @@ MAX_TRACE_BYTES = 16 << 20
 
 
 @contextmanager
-def opened(url: str, path: str, api_key: str | None, failure: str) -> Iterator[Any]:
-    """The answer of the server at `url` to a GET of `path`, to be read within the block.
+def opened(
+    url: str, path: str, api_key: str | None, failure: str, body: Fields | None = None
+) -> Iterator[Any]:
+    """The answer of the server at `url` to a GET of `path`, or to a POST of `body`, to be read
+    within the block.
 
-    Raises `InferError` with one sentence: the server's own where it refuses; else that none answers
-    or, if the answer has begun, `failure`, and why. This is so for an `OSError` or `ValueError` of
-    the block, too.
+    Raises `InferError` with one sentence: the server's own where it refuses, as a `RequestError`
+    with its code; else that none answers or, if the answer has begun, `failure`, and why. This is
+    so for an `OSError` or `ValueError` of the block, too.
     """
     if not url.startswith(("http://", "https://")):
         raise InferError(f"{url} is not the address of a server, like http://127.0.0.1:8000")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    data = None
+    if body is not None:
+        data, headers["content-type"] = json.dumps(body).encode(), "application/json"
     problem = f"no infer server answers at {url}"
     try:
-        request = urllib.request.Request(f"{url.rstrip('/')}{path}", headers=headers)
+        request = urllib.request.Request(f"{url.rstrip('/')}{path}", data, headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
             problem = failure
             yield reply
     except urllib.error.HTTPError as error:
         with error:  # it holds the connection
-            message = message_of(error, url)
-        raise InferError(message) from None
+            refusal = _refusal_of(error, url)
+        raise refusal from None
+    except InferError:
+        raise
     except (OSError, ValueError, HTTPException) as error:
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         raise InferError(f"{problem}: {one_line(cause)}") from None
@@ -88,15 +97,16 @@ def _read_json(reply: Any) -> Any:
     return parse_json(content.decode("utf-8"))
 
 
-def message_of(error: urllib.error.HTTPError, url: str) -> str:
+def _refusal_of(error: urllib.error.HTTPError, url: str) -> InferError:
     """What a server's refusal says, in one line."""
     try:
-        message = _read_json(error)["error"]["message"]
-    except (OSError, ValueError, LookupError, TypeError, HTTPException):
-        message = None
+        fields = _read_json(error)["error"]
+        message, code = fields["message"], fields.get("code")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, HTTPException):
+        message = code = None
     if isinstance(message, str):
-        return one_line(message)
-    return f"no infer server answers at {url}: the status is {error.code}"
+        return RequestError(one_line(message), code=code if isinstance(code, str) else None)
+    return InferError(f"no infer server answers at {url}: the status is {error.code}")
 
 
 def one_line(problem: object) -> str:
@@ -106,13 +116,17 @@ def one_line(problem: object) -> str:
 
 def run_explain(url: str, request_id: str, api_key: str | None) -> None:
     """`infer explain`."""
-    trace = fetch(url, request_id, api_key)
-    page = Console(highlight=False, markup=False, file=io.StringIO())
+    show(fetch(url, request_id, api_key), Console(highlight=False, markup=False), url)
+
+
+def show(trace: Fields, console: Console, url: str) -> None:
+    """Print a trace from the server at `url`. Raises `InferError`, before anything is shown, for
+    what is none."""
     try:
-        write(trace, page)  # an answer that is not a trace fails here, before anything is shown
+        write(trace, Console(highlight=False, markup=False, file=io.StringIO()))
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
         raise InferError(f"no infer server answers at {url}: its answer is not a trace") from None
-    write(trace, Console(highlight=False, markup=False))
+    write(trace, console)
 
 
 def write(trace: Fields, console: Console) -> None:

@@ -6,6 +6,8 @@ one sentence on stderr and exit code 2. torch is imported when a model is needed
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,10 +18,9 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from infer.cli.options import ListedOptions, Model, with_engine_options
-from infer.cli.plain import plain, write_any_text
+from infer.cli.plain import plain, visible, write_any_text
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, MAX_REPLICAS, EngineConfig
-from infer.errors import InferError
-from infer.readable_text import readable
+from infer.errors import ConfigError, InferError
 from infer.version import VERSION
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ NO_WINDOWS = (
     " Windows does not have. Install WSL (`wsl --install`) and install infer inside of it."
 )
 COMMANDS = (
-    *("serve", "generate", "chat", "plan", "doctor"),
-    *("explain", "top", "connect", "models", "bench", "keys", "cluster"),
+    *("serve", "generate", "chat", "run", "plan", "doctor"),
+    *("explain", "top", "connect", "models", "pull", "list", "rm", "bench", "keys", "cluster"),
 )
 """The subcommands, in the order of `infer --help`."""
 GENERATE_MAX_TOKENS = 256
@@ -74,6 +75,14 @@ class _Commands(TyperGroup):
         command.name = cmd_name
         return command
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click; what is no command is told with what is near."""
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            near = difflib.get_close_matches(args[0], COMMANDS, 3, 0.5)
+            hint = f" Do you mean {' or '.join(near)}?" if near else ""
+            ctx.fail(f"There is no command {visible(args[0])!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     cls=_Commands,
@@ -104,7 +113,7 @@ def _root(
 @app.command(cls=ListedOptions)
 @with_engine_options(leave_out=("model",))
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from stdin.")],
     model: Annotated[
         str | None,
         typer.Option(
@@ -128,13 +137,18 @@ def generate(
 
     sampling = _sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
     config = EngineConfig.from_kwargs(model=model, **settings)
-    run_generate(config, readable(prompt), sampling, GENERATE_MAX_TOKENS)
+    run_generate(config, prompt, sampling, GENERATE_MAX_TOKENS)
 
 
 @app.command(cls=ListedOptions)
 @with_engine_options(leave_out=("model",))
 def chat(
     model: Model = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Talk to the server at this address; MODEL is then one of its models."),
+    ] = None,
+    api_key: ApiKey = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[
         int | None,
@@ -145,11 +159,25 @@ def chat(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Talk to a model in the terminal; /reset starts over, /exit (or Ctrl+D) ends."""
-    from infer.cli.terminal import run_chat
+    """Talk to a model in the terminal; /help lists the commands, Ctrl+D ends."""
+    from infer.cli.chat_sources import ChatSource, EngineSource, ServerSource
+    from infer.cli.terminal_chat import Chat
 
-    sampling = _sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-    run_chat(EngineConfig.from_kwargs(model=model, **settings), system, sampling)
+    chosen = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    sampling = {name: it for name, it in chosen.items() if it is not None}
+    _sampling(**chosen)
+    if url is not None and settings:
+        name = next(iter(settings))
+        raise ConfigError(name, "is a setting of an engine; the server at --url has its own")
+    notes = Console(stderr=True)
+    config = EngineConfig.from_kwargs(model=model, **settings)
+    source: ChatSource
+    source = EngineSource(config, notes) if url is None else ServerSource(url, model, api_key)
+    with contextlib.closing(source):
+        Chat(source, notes, system, sampling).run()
+
+
+app.command(name="run", cls=ListedOptions, help="The same as chat.")(chat)
 
 
 def _sampling(**chosen: float | None) -> SamplingParams:
@@ -242,6 +270,36 @@ def models() -> None:
     from infer.cli.planning import run_models
 
     run_models()
+
+
+@app.command()
+def pull(
+    model: Annotated[str, typer.Argument(help="OWNER/NAME, or OWNER/NAME:Q4_K_M for a GGUF file.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit.")] = None,
+) -> None:
+    """Download a checkpoint into the local hub cache, and print where it is."""
+    from infer.cli.hub_cache import run_pull
+
+    run_pull(model, revision)
+
+
+@app.command(name="list")
+def list_cached() -> None:
+    """List the checkpoints in the local hub cache."""
+    from infer.cli.hub_cache import run_list
+
+    run_list()
+
+
+@app.command()
+def rm(
+    names: Annotated[list[str], typer.Argument(metavar="MODEL...", help="As list shows them.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove checkpoints from the local hub cache."""
+    from infer.cli.hub_cache import run_rm
+
+    run_rm(names, is_sure=yes)
 
 
 def main(arguments: list[str] | None = None, early: EarlyProcess | None = None) -> None:

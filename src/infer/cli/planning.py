@@ -9,10 +9,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from infer.cli.hub_cache import local_checkpoints
 from infer.cli.plain import plain
 from infer.config import EngineConfig
 from infer.errors import ConfigError
-from infer.models.hub import cached_checkpoints
 from infer.models.registry import ARCHITECTURES
 
 MAX_FREE_GIB = 2**20
@@ -65,19 +65,8 @@ def run_models() -> None:
     for row, names in rows.items():
         families.add_row(row.family, "\n".join(names), row.notes)
     console.print(families)
-    cached = cached_checkpoints()
-    if not cached:
+    local = local_checkpoints("Local hub cache")
+    if local is None:
         console.print("No checkpoints in the local hub cache; a folder is loaded by its path.")
-        return
-    local = Table("model", "architecture", "size", title="Local hub cache", box=box.SIMPLE)
-    for checkpoint in cached:
-        known = "" if checkpoint.architecture in ARCHITECTURES else " (not supported)"
-        what = checkpoint.architecture + known
-        if checkpoint.unreadable:
-            what = f"unreadable: {checkpoint.unreadable}"
-        local.add_row(
-            plain(checkpoint.name),
-            plain(what),
-            f"{checkpoint.num_bytes / 1e9:.2f} GB",
-        )
-    console.print(local)
+    else:
+        console.print(local)

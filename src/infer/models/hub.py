@@ -9,7 +9,8 @@ that is one of them, or the parts of one: `owner/name:Q4_K_M` names it by its qu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,11 +120,11 @@ class CachedCheckpoint:
 def cached_checkpoints() -> list[CachedCheckpoint]:
     """The checkpoints in the local hub cache that have a `config.json`, sorted by hub id, after
     those whose folders cannot be read."""
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except (CacheNotFound, ValueError):  # there is no such folder, or it is a file
         return []
     found = []
@@ -138,6 +139,30 @@ def cached_checkpoints() -> list[CachedCheckpoint]:
                 found.append(_cached(repo.repo_id, config, revision.size_on_disk))
                 break
     return found
+
+
+def num_cached_bytes(names: Iterable[str]) -> int:
+    """Size of checkpoints in the local hub cache on disk, in bytes."""
+    wanted = set(names)
+    return sum(each.num_bytes for each in cached_checkpoints() if each.name in wanted)
+
+
+def remove_cached(names: Iterable[str]) -> int:
+    """Remove checkpoints from the local hub cache, all revisions of each; returns how many bytes
+    are free by that. Raises `LoadError` if one cannot be removed."""
+    from huggingface_hub import constants, scan_cache_dir
+
+    # Not the library's `delete_revisions`: it finds a revision by its hash, which a copy of a
+    # repository shares with it.
+    wanted, freed = set(names), 0
+    try:
+        for repo in scan_cache_dir(constants.HF_HUB_CACHE).repos:
+            if repo.repo_type == "model" and repo.repo_id in wanted:
+                shutil.rmtree(repo.repo_path)
+                freed += repo.size_on_disk
+    except OSError as error:
+        raise LoadError(f"{error.filename} cannot be removed: {error.strerror}") from None
+    return freed
 
 
 def _cached(name: str, config: Path, num_bytes: int) -> CachedCheckpoint:
