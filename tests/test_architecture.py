@@ -81,7 +81,7 @@ LEVELS = (
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
         " engine.build.memory_plan engine.build.draft_checkpoint"
-        " engine.build.memory_ledger"
+        " engine.build.memory_ledger engine.build.placement"
         " engine.build.fingerprints engine.fleet.routing",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
         " viewers; what fits into memory, beside other engines; the"

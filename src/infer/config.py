@@ -423,10 +423,10 @@ class EngineConfig:
         "CPU threads; default: one for each physical performance core, within the CPU quota of a"
         " container (one less to serve a small model).",
     )
-    numa: Literal["one", "all"] = option(
-        "one",
-        "On a machine with several NUMA nodes: one = threads and memory of one node; all = threads"
-        " on the cores of all nodes.",
+    numa: Literal["auto", "one", "all"] = option(
+        "auto",
+        "On a machine with several NUMA nodes: auto = threads and memory of the nodes of one"
+        " socket; one = of one node; all = of all.",
     )
     attention_backend: Literal["auto", "native", "triton", "sdpa"] = option(
         "auto",

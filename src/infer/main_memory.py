@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from infer.control_groups import ROOT, memory_left
+from infer.control_groups import ROOT, memory_left, text_of_file
 
 
 def available_bytes(root: Path = ROOT) -> int:
@@ -21,6 +21,21 @@ def available_bytes(root: Path = ROOT) -> int:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     left = memory_left(root)
     return free if left is None else min(free, left)
+
+
+def available_on_node(node: int, root: Path = ROOT) -> int | None:
+    """Bytes of a NUMA node that are available without swapping, by the rule that the system has for
+    the whole machine: what is free, and half of what files and the kernel can give back. None where
+    the system does not say."""
+    found: dict[str, int] = {}
+    for line in text_of_file(root / f"sys/devices/system/node/node{node}/meminfo").splitlines():
+        words = line.split()
+        if len(words) >= 4 and words[3].isdigit():
+            found[words[2].rstrip(":")] = int(words[3]) * 1024
+    if "MemFree" not in found:
+        return None
+    given_back = ("Active(file)", "Inactive(file)", "SReclaimable")
+    return found["MemFree"] + sum(found.get(name, 0) for name in given_back) // 2
 
 
 def gib(num_bytes: float) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from infer.config import EngineConfig
 from infer.control_groups import cpu_quota, memory_left
-from infer.engine.build import assemble, hardware
-from infer.engine.build.processors import Core, Processors, read_cores, read_processors
+from infer.engine.build.processors import (
+    Core,
+    Processors,
+    cpus_of,
+    read_cores,
+    read_processors,
+)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -50,7 +53,9 @@ def test_hyper_threads_count_once_and_efficiency_cores_not(tmp_path: Path) -> No
     assert len(found.cores) == 6
     assert found.chosen() == (Core((0, 1)), Core((2, 3)))
     assert found.num_threads() == 2
-    assert found.cpus() == {0, 1, 2, 3}
+    assert cpus_of(found.chosen()) == {0, 1, 2, 3}
+    assert cpus_of(found.slow_beside(found.chosen())) == {4, 5, 6, 7}
+    assert found.slow_beside(found.cores) == ()
 
 
 def test_a_cpu_with_one_kind_of_cores_has_no_efficiency_cores(tmp_path: Path) -> None:
@@ -61,19 +66,19 @@ def test_a_cpu_with_one_kind_of_cores_has_no_efficiency_cores(tmp_path: Path) ->
 def test_efficiency_cores_where_a_process_has_no_others(tmp_path: Path) -> None:
     found = Processors(read_cores(frozenset({4, 6, 7}), laptop(tmp_path)))
     assert found.num_threads() == 3
-    assert found.cpus() == found.cpus(all_nodes=True) == {4, 6, 7}
+    assert cpus_of(found.chosen()) == cpus_of(found.chosen("all")) == {4, 6, 7}
     some = Processors(read_cores(frozenset({2, 6, 7}), tmp_path))
-    assert some.cpus() == {2}
+    assert cpus_of(some.chosen()) == {2}
 
 
-def test_one_node_by_default(tmp_path: Path) -> None:
+def test_one_socket_by_default(tmp_path: Path) -> None:
     found = Processors(read_cores(frozenset(range(16)), two_nodes(tmp_path)))
     assert found.nodes == (0, 1)
-    assert (found.num_threads(), found.num_threads(all_nodes=True)) == (4, 8)
-    assert found.cpus() == {0, 1, 2, 3, 8, 9, 10, 11}
+    assert (found.num_threads(), found.num_threads(numa="all")) == (4, 8)
+    assert cpus_of(found.chosen()) == {0, 1, 2, 3, 8, 9, 10, 11}
     # The node with most of the cores that this process may use.
     fewer = Processors(read_cores(frozenset({3, 4, 5, 12}), tmp_path))
-    assert fewer.cpus() == {4, 5, 12}
+    assert cpus_of(fewer.chosen()) == {4, 5, 12}
     assert (fewer.num_threads(), fewer.num_threads(spare=9)) == (2, 1)
 
 
@@ -101,6 +106,8 @@ def test_a_quota_limits_the_threads(tmp_path: Path, files: dict[str, str]) -> No
     cores = tuple(Core((number,)) for number in range(8))
     assert Processors(cores, quota=1.5).num_threads() == 2
     assert Processors(cores, quota=0.2).num_threads() == 1
+    assert Processors(cores, quota=7.9).num_threads() == 7, "one would be stopped"
+    assert Processors(cores, quota=2.5).num_threads() == 2
     assert Processors(cores, quota=64).num_threads() == 8
     assert Processors((), 3, quota=64).num_threads() == 3
 
@@ -137,35 +144,4 @@ def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
     found = read_processors(tmp_path)
     assert found.cores == ()
     assert found.num_threads() >= 1
-    assert found.cpus() == frozenset()
-
-
-def test_an_engine_process_stays_on_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[frozenset[int]] = []
-    cores = (Core((0,)), Core((1,), node=1), Core((2,), is_efficient=True))
-    monkeypatch.setattr(hardware, "read_processors", lambda: Processors(cores))
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: kept.append(cpus), raising=False)
-    hardware.stay_on_cores(all_nodes=False)
-    hardware.stay_on_cores(all_nodes=True)
-    assert kept == [frozenset({0}), frozenset({0, 1})]
-    monkeypatch.setattr(hardware, "read_processors", lambda: Processors(cores[:1]))
-    hardware.stay_on_cores(all_nodes=False)  # there are no others
-    assert len(kept) == 2
-
-    def refuse(*_: object) -> None:
-        raise PermissionError("no")
-
-    monkeypatch.setattr(hardware, "read_processors", lambda: Processors(cores))
-    monkeypatch.setattr(os, "sched_setaffinity", refuse, raising=False)
-    hardware.stay_on_cores(all_nodes=False)
-
-
-def test_a_number_of_threads_is_not_kept_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    monkeypatch.setattr(hardware, "stay_on_cores", lambda *, all_nodes: asked.append(all_nodes))
-    monkeypatch.setattr(assemble, "prepare", lambda *_, **__: None)
-    assemble.prepare_process({"num_threads": 64})
-    assemble.prepare_process({"numa": "all"})
-    assemble.prepare_process({})
-    assert asked == [True, False]
-    assert EngineConfig().numa == "one"
+    assert found.chosen() == ()

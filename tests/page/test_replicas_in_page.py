@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.browser,
     pytest.mark.timeout(180),
     pytest.mark.skipif(
-        read_processors().num_threads(all_nodes=True) < 2, reason="each engine needs a core"
+        read_processors().num_threads(numa="all") < 2, reason="each engine needs a core"
     ),
 ]
 NAMES = ["replica-1", "replica-2"]

@@ -15,7 +15,7 @@ from infer.engine.build.processors import read_processors
 from tests.support.server_process import Heard, bodies, follow, model_server, served
 
 pytestmark = pytest.mark.skipif(
-    read_processors().num_threads(all_nodes=True) < 2, reason="each engine needs a core"
+    read_processors().num_threads(numa="all") < 2, reason="each engine needs a core"
 )
 
 

@@ -214,7 +214,9 @@ def plan(
 @app.command()
 def doctor(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    numa: Annotated[str, typer.Option(help="one or all: which NUMA nodes are used.")] = "one",
+    numa: Annotated[
+        str, typer.Option(help="auto, one or all: which NUMA nodes are used.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="As JSON on stdout.")] = False,
 ) -> None:
     """Say what this machine has, what will be used of it, and what would be faster."""

@@ -67,6 +67,12 @@ int infer_threads(void);
 // are processors; at first they do. Without it tests can have any number.
 void infer_govern_threads(int wanted);
 
+// The processors of each thread of a call, for teams that begin from now on: those of thread i are cpus[ends[i - 1]] to
+// cpus[ends[i] - 1]. Thread 0 is the caller, which stays where it is. Threads from num_fast on are on slower cores: they
+// take part in calls with many rows, beyond the number that is wanted. num_threads 0, as at first: all threads are
+// wherever the system puts them.
+void infer_pin_threads(const int* cpus, const int* ends, int num_threads, int num_fast);
+
 // The calls of this thread are executed by the threads of an OpenMP runtime, whose GOMP_parallel this is; null, as at
 // first: by a team.
 void infer_use_openmp(void* parallel);

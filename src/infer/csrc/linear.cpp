@@ -9,6 +9,8 @@ namespace {
 
 using namespace linear;
 
+constexpr long MANY_ROWS = 64;  // of a prompt: its products wait for arithmetic, not for memory
+
 long panels_of(long N, int gate) { return gate ? ceil_div(N / 2, 16) : ceil_div(N, SIDE); }
 
 Layer layer_of(char* packed, long N, long K, int bits, int gate) {
@@ -94,6 +96,7 @@ void infer_linear(void* handle, const uint16_t* x, long x_stride, const uint16_t
                   int threads) {
   static thread_local ThreadMemory memory;
   const Layer& layer = *(Layer*)handle;
+  if (M >= MANY_ROWS) threads = threads_of_many_rows(threads);
   for (long row = 0; row < M; row += MOST_ROWS) {
     Call c(layer);
     c.x = x + row * x_stride;

@@ -14,6 +14,7 @@
 #include <time.h>
 
 #include <memory>
+#include <mutex>
 #include <system_error>
 #include <thread>
 
@@ -32,6 +33,37 @@ std::atomic<int64_t> cores_ns{0}, lost_ns{0};
 std::atomic<int> last_limit{0};
 std::atomic<bool> is_governed{true};
 
+// Where the threads of a team live.
+struct Places {
+  std::vector<std::vector<int>> cpus;  // of each thread
+  int num_fast = INT32_MAX;            // threads behind them are on slower cores
+
+  // Best effort: a container may forbid it, and a processor may be taken away.
+  void stay(int thread) const {
+#if defined(__linux__)
+    if (thread >= (int)cpus.size() || cpus[(size_t)thread].empty()) return;
+    const std::vector<int>& own = cpus[(size_t)thread];
+    const int most = *std::max_element(own.begin(), own.end()) + 1;
+    cpu_set_t* set = CPU_ALLOC(most);
+    if (!set) return;
+    CPU_ZERO_S(CPU_ALLOC_SIZE(most), set);
+    for (int cpu : own) CPU_SET_S(cpu, CPU_ALLOC_SIZE(most), set);
+    pthread_setaffinity_np(pthread_self(), CPU_ALLOC_SIZE(most), set);
+    CPU_FREE(set);
+#else
+    (void)thread;
+#endif
+  }
+};
+std::mutex places_mutex;
+std::shared_ptr<const Places> places = std::make_shared<Places>();  // of teams that begin
+std::atomic<int> num_slow{0};
+
+std::shared_ptr<const Places> places_now() {
+  const std::lock_guard<std::mutex> lock(places_mutex);
+  return places;
+}
+
 int64_t nanoseconds(clockid_t clock) {
   timespec at{};
   clock_gettime(clock, &at);
@@ -42,7 +74,7 @@ class Team {
  public:
   ~Team() {
     ending_.store(true);
-    wake_members(INT32_MAX);
+    for (Group& group : groups_) group.wake_members(INT32_MAX);
     for (std::thread& member : members_) member.join();
   }
 
@@ -65,7 +97,7 @@ class Team {
 
   void expect(int threads) {
     const int limit = is_governed.load(std::memory_order_relaxed) ? governor_.limit(threads, processors_) : threads;
-    if (limit > 1 && asleep_.load()) wake_members(std::min(limit - 1, 2));
+    if (limit > 1) groups_[0].wake_some(std::min(limit - 1, 2));
   }
 
  private:
@@ -73,6 +105,7 @@ class Team {
     if (threads > 1) {
       grow(threads - 1);
       body_ = body, data_ = data;  // nobody is inside
+      wanted_.store(threads);
       state_.store(TICKET * (uint32_t)std::min<size_t>((size_t)threads - 1, members_.size()));
       wake_some();
     }
@@ -91,7 +124,10 @@ class Team {
 
   void grow(int wanted) {
     try {
-      while ((int)members_.size() < std::min(wanted, MOST_THREADS)) members_.emplace_back([this] { live(); });
+      while ((int)members_.size() < std::min(wanted, MOST_THREADS)) {
+        const int thread = (int)members_.size() + 1;
+        members_.emplace_back([this, thread] { live(thread); });
+      }
     } catch (const std::system_error&) {  // the system gives no more threads
     }
   }
@@ -105,17 +141,30 @@ class Team {
     caller_sleeps_.store(0);
   }
 
+  // Members that are woken together.
+  struct Group {
+    alignas(64) Word woken{0};  // on which they sleep
+    std::atomic<int> asleep{0};
+
+    void wake_some(int count) {
+      if (asleep.load()) wake_members(count);
+    }
+    void wake_members(int count) {
+      woken.fetch_add(1);
+      wake(woken, count);
+    }
+  };
+
   // Two threads, which wake others in turn: to wake one takes microseconds.
   void wake_some() {
-    if (asleep_.load() && has_tickets(state_.load())) wake_members(2);
-  }
-  void wake_members(int count) {
-    woken_.fetch_add(1);
-    wake(woken_, count);
+    if (!has_tickets(state_.load())) return;
+    groups_[0].wake_some(2);
+    if (wanted_.load() > places_->num_fast) groups_[1].wake_some(2);
   }
 
-  void live() noexcept {
-    while (take_ticket()) {
+  void live(int thread) noexcept {
+    places_->stay(thread);
+    while (take_ticket(thread)) {
       wake_some();
       execute(body_, data_);
       leave();
@@ -123,21 +172,26 @@ class Team {
   }
 
   // Returns false when the team ends.
-  bool take_ticket() {
+  bool take_ticket(int thread) {
+    Group& group = groups_[thread >= places_->num_fast];
     for (Looking looking; !ending_.load();) {
-      if (try_to_take_ticket()) return true;
+      if (try_to_take_ticket(thread)) return true;
       if (looking.again()) continue;
-      const uint32_t woken = woken_.load();
-      asleep_.fetch_add(1);
-      if (!has_tickets(state_.load()) && !ending_.load()) sleep_while(woken_, woken);
-      asleep_.fetch_sub(1);
+      const uint32_t woken = group.woken.load();
+      group.asleep.fetch_add(1);
+      if (!may_begin(thread, state_.load()) && !ending_.load()) sleep_while(group.woken, woken);
+      group.asleep.fetch_sub(1);
       looking = {};
     }
     return false;
   }
-  bool try_to_take_ticket() {
+  // A call with few threads leaves those on slower cores asleep.
+  bool may_begin(int thread, uint32_t state) const {
+    return has_tickets(state) && (thread < places_->num_fast || thread < wanted_.load());
+  }
+  bool try_to_take_ticket(int thread) {
     uint32_t state = state_.load();
-    while (has_tickets(state))
+    while (may_begin(thread, state))
       if (state_.compare_exchange_weak(state, state - TICKET + 1)) return true;
     return false;
   }
@@ -154,8 +208,9 @@ class Team {
   bool is_measured_ = false;
 
   alignas(64) std::atomic<uint32_t> state_{0};  // tickets and members inside
-  alignas(64) Word woken_{0};                   // on which members sleep
-  std::atomic<int> asleep_{0};
+  std::atomic<int> wanted_{0};                  // threads of the call
+  Group groups_[2];                             // on fast cores, on slower ones
+  const std::shared_ptr<const Places> places_ = places_now();
   Word caller_sleeps_{0};
   std::atomic<bool> ending_{false};
   std::atomic<int64_t> cores_{0}, lost_{0};  // of a call that is measured
@@ -180,6 +235,15 @@ extern "C" {
 void infer_set_threads(int threads) { wanted_threads = threads; }
 int infer_threads(void) { return wanted_threads; }
 
+void infer_pin_threads(const int* cpus, const int* ends, int num_threads, int num_fast) {
+  auto wanted = std::make_shared<Places>();
+  for (int i = 0; i < num_threads; ++i) wanted->cpus.emplace_back(cpus + (i ? ends[i - 1] : 0), cpus + ends[i]);
+  if (num_threads) wanted->num_fast = num_fast;
+  num_slow.store(num_threads ? std::max(num_threads - num_fast, 0) : 0);
+  const std::lock_guard<std::mutex> lock(places_mutex);
+  places = std::move(wanted);
+}
+
 void infer_use_openmp(void* parallel) { openmp = (Parallel)parallel; }
 
 void infer_govern_threads(int wanted) { is_governed.store(wanted != 0); }
@@ -190,6 +254,8 @@ int infer_company(int64_t* numbers) {
 }
 
 }  // extern "C"
+
+int threads_of_many_rows(int threads) { return threads > 1 && !openmp ? threads + num_slow.load() : threads; }
 
 void expect_threads(int threads) {
   if (team && threads > 1 && !openmp) team->expect(threads);

@@ -8,5 +8,8 @@
 // throw.
 void run_threads(void (*body)(void*), void* data, int threads);
 
+// How many threads a call with many rows may have where one with few has `threads`: those on slower cores, too.
+int threads_of_many_rows(int threads);
+
 // Says that such a call comes within microseconds: members that sleep wake up meanwhile.
 void expect_threads(int threads);

@@ -15,7 +15,8 @@ import logging
 import sys
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -87,6 +88,19 @@ class ForKernels:
         if self._count > 1:
             loader.loaded().infer_set_threads(0)
             torch.set_num_threads(self._count)
+
+
+def pin_threads(cpus: Sequence[Sequence[int]], num_fast: int) -> None:
+    """Keep the threads of kernels that begin from now on on processors.
+
+    `cpus`: those of each thread; the first one is the caller, which stays where it is; empty: all
+    threads are where the system puts them. Threads from `num_fast` on take part in calls with many
+    rows only, beyond the number that the caller may use."""
+    if isinstance(library := loader.library(), str):
+        return
+    numbers = array("i", [number for each in cpus for number in each])
+    ends = array("i", accumulate(map(len, cpus)))
+    library.infer_pin_threads(numbers.buffer_info()[0], ends.buffer_info()[0], len(cpus), num_fast)
 
 
 def read_company() -> tuple[int, int, int]:

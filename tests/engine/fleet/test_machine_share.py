@@ -70,7 +70,7 @@ def test_a_plan_says_how_many_engines_fit() -> None:
     one = plan_for(CONFIG, free=GIB).total_bytes
     two = 2 * plan_for(CONFIG, free=GIB, replicas=2).total_bytes
     assert one < two < 2 * one  # they share the API process and the workers
-    cores = read_processors().num_threads(all_nodes=True)
+    cores = read_processors().num_threads(numa="all")
     assert most_replicas(CONFIG, free=one - 1) == 0
     assert most_replicas(CONFIG, free=one) == 1
     assert most_replicas(CONFIG, free=two) == min(2, cores)
@@ -103,7 +103,7 @@ def test_the_plan_of_replicas_in_the_terminal(capsys: pytest.CaptureFixture[str]
         app([*arguments, "64", "--json"], prog_name="infer")
     assert ended.value.code == 1
     found = json.loads(capsys.readouterr().out)
-    cores = read_processors().num_threads(all_nodes=True)
+    cores = read_processors().num_threads(numa="all")
     assert (found["replicas"], found["replicas_that_fit"], found["fits"]) == (64, cores, False)
     with pytest.raises(SystemExit):
         app([*arguments, "64"], prog_name="infer")
@@ -124,7 +124,7 @@ print(sorted(os.sched_getaffinity(0)), torch.get_num_threads())
 @pytest.mark.slow
 def test_two_engines_stay_on_cores_of_their_own() -> None:
     processors = read_processors()
-    if len(processors.chosen(all_nodes=True)) < 2:
+    if len(processors.chosen("all")) < 2:
         pytest.skip("one core")
     source = str(Path(machine_share.__file__).parents[3])
     env = {**os.environ, "PYTHONPATH": source}
@@ -139,4 +139,4 @@ def test_two_engines_stay_on_cores_of_their_own() -> None:
         )
     (one, first), (two, second) = (each.stdout.rsplit(" ", 1) for each in found)
     assert not set(json.loads(one)) & set(json.loads(two))
-    assert int(first) + int(second) <= processors.num_threads(all_nodes=True)
+    assert int(first) + int(second) <= processors.num_threads(numa="all")

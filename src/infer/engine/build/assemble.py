@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import infer.engine.build.hardware as machine
-import infer.engine.build.machine_share as machine_share
 import infer.main_memory as main_memory
 from infer.attention.cpu import threads_for
 from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size
@@ -33,7 +32,7 @@ from infer.engine.build.checkpoint import (
 from infer.engine.build.draft_checkpoint import check_vocabulary, find_draft
 from infer.engine.build.exactness import trade_of
 from infer.engine.build.fingerprints import fingerprint_of
-from infer.engine.build.machine_share import MachineShare
+from infer.engine.build.machine_share import SETTING, MachineShare
 from infer.engine.build.memory_ledger import MemoryLedger, Promise, for_newcomer, part_of
 from infer.engine.build.memory_plan import (
     CPU_TOKENS_BESIDE_STREAMS,
@@ -43,7 +42,8 @@ from infer.engine.build.memory_plan import (
     make_plan,
     replicas_that_fit,
 )
-from infer.engine.build.processors import read_processors
+from infer.engine.build.placement import PINNED_FROM, Placement, free_near, live_on, place
+from infer.engine.build.processors import Processors, read_processors
 from infer.engine.build.runner_factory import RunnerFactory, make_attention, pages_that_fit
 from infer.engine.build.server_memory import (
     held_bytes,
@@ -144,7 +144,8 @@ def prepare(
     plan_with = _planner(config, checkpoint, draft, device)
     ledger = MemoryLedger() if beside_server and device.type == "cpu" else None
     with reading(str(config.model)):
-        plan = plan_with() if ledger is None else _plan_beside(ledger, checkpoint, plan_with, share)
+        beside = (checkpoint, plan_with, share, config)
+        plan = plan_with() if ledger is None else _plan_beside(ledger, *beside)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
         time.sleep(0.2)  # the memory of a dead engine may not be free yet
@@ -153,12 +154,9 @@ def prepare(
         if share is not None and device.type == "cpu":
             _refuse_replicas(checkpoint, plan_with, share)
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
-    if plan.products:
-        log.info("linear layers: %s", plan.products)
-    if trade := trade_of(plan.dtype):
-        log.info("weights in %s: %s", plan.dtype, trade)
-    spare = beside_server and plan.weight_bytes <= SMALL_MODEL_BYTES
-    torch.set_num_threads(machine.num_threads(config, spare))
+    _log_formats(plan)
+    if ledger is None:
+        torch.set_num_threads(machine.num_threads(config))
     files = text_of(checkpoint, config)
 
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
@@ -177,6 +175,13 @@ def prepare(
         pinned=lambda core: pinned_settings(core, device),
         fingerprint=lambda core: _fingerprint(core, files, checkpoint.config, plan, device),
     )
+
+
+def _log_formats(plan: MemoryPlan) -> None:
+    if plan.products:
+        log.info("linear layers: %s", plan.products)
+    if trade := trade_of(plan.dtype):
+        log.info("weights in %s: %s", plan.dtype, trade)
 
 
 def _planner(
@@ -215,23 +220,50 @@ def _plan_beside(
     checkpoint: Checkpoint,
     plan_with: Callable[..., MemoryPlan],
     share: MachineShare | None,
+    config: EngineConfig,
 ) -> MemoryPlan:
-    """The plan of an engine of a server, beside the other engines of this machine."""
+    """The plan of an engine of a server, beside the other engines of this machine. The threads of
+    this process live on its cores from now on."""
+    processors = read_processors()
     with ledger.planning():
+        taken = ledger.cpus_of_others()
         beside = [pid for pid in processes_beside(os.getppid()) if pid != os.getpid()]
         whole = memory_of_server(checkpoint.config.vocab_size, pids=[os.getpid(), *beside])
         memory = whole
         if share is not None:
             part = share.main_memory + sum(map(held_bytes, beside)) // share.count
             memory = replace(whole.divided(share.count), free=min(part, whole.free))
+        elif (near := free_near(processors, processors.chosen(config.numa, taken))) is not None:
+            memory = whole = replace(whole, free=min(near, whole.free))
         usual, most = (min(memory.free, each) for each in for_newcomer(whole.free, ledger.others()))
         promised = max(0, memory.free - usual)
         plan = plan_with(server=replace(memory, free=usual, promised=promised))
         if not plan.fits and most > usual:
             plan = plan_with(server=replace(memory, free=most))
         if plan.fits:
-            ledger.enter(plan.promised_bytes, plan.least_bytes)
+            is_small = plan.weight_bytes <= SMALL_MODEL_BYTES
+            placement = _placement(config, processors, taken, share, is_small=is_small)
+            ledger.enter(plan.promised_bytes, plan.least_bytes, placement.cpus)
+            torch.set_num_threads(placement.num_threads)
+            live_on(placement, processors)
     return plan
+
+
+def _placement(
+    config: EngineConfig,
+    processors: Processors,
+    taken: Collection[int],
+    share: MachineShare | None,
+    *,
+    is_small: bool,
+) -> Placement:
+    """Where the threads of an engine of a server live. With a small model, and on a machine with
+    many cores, one core is for the rest of the server."""
+    if share is not None:
+        cores, count = share.cores(processors), config.num_threads or 1
+        return Placement(count, cores if len(cores) >= count else ())
+    spare = is_small or len(processors.chosen(config.numa)) > PINNED_FROM
+    return place(processors, machine.num_threads(config, spare), config.numa, taken)
 
 
 def _room_beside(ledger: MemoryLedger, plan: MemoryPlan) -> Callable[[], int]:
@@ -280,19 +312,17 @@ def pinned_settings(core: EngineCore, device: torch.device) -> dict[str, Any]:
 def prepare_process(settings: dict[str, Any]) -> Blueprint:
     """`prepare` for `engine.process.child`, from the fields of an `EngineConfig`."""
     settings = dict(settings)
-    given = settings.pop(machine_share.SETTING, None)
+    given = settings.pop(SETTING, None)
     config = EngineConfig(**settings)
     if given is not None:
         share = MachineShare(**given)
         return prepare(_with_share(config, share), beside_server=True, share=share)
-    if config.num_threads is None:
-        machine.stay_on_cores(all_nodes=config.numa == "all")
     return prepare(config, beside_server=True)
 
 
 def _with_share(config: EngineConfig, share: MachineShare) -> EngineConfig:
-    """The settings of one of several engines: its GPU, or its cores, on which this thread stays
-    from now on. Raises `ConfigError` if there are more engines than GPUs."""
+    """The settings of one of several engines: its GPU, or its number of threads. Raises
+    `ConfigError` if there are more engines than GPUs."""
     if machine.choose_device(config).type == "cuda":
         count = torch.cuda.device_count()
         if share.count > count:
@@ -304,12 +334,7 @@ def _with_share(config: EngineConfig, share: MachineShare) -> EngineConfig:
         return replace(config, device=f"cuda:{share.index}")
     if config.num_threads is not None:
         return config
-    processors = read_processors()
-    try:
-        machine_share.stay_on(share.cores(processors))
-    except OSError as error:  # forbidden in some containers
-        log.warning("threads are not kept on their cores: %s", error)
-    return replace(config, num_threads=share.num_threads(processors))
+    return replace(config, num_threads=share.num_threads(read_processors()))
 
 
 def _build(
@@ -557,7 +582,7 @@ def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
     if device.type == "cuda":
         return torch.cuda.device_count() if plan_with(free=free).fits else 0
     memory = memory_of_server(checkpoint.config.vocab_size, free=free, pids=[os.getpid()])
-    most = read_processors().num_threads(all_nodes=True)
+    most = read_processors().num_threads(numa="all")
     return replicas_that_fit(lambda count: plan_with(server=memory.divided(count)), most)
 
 

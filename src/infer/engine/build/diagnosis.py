@@ -13,6 +13,7 @@ from infer.config import EngineConfig
 from infer.control_groups import ROOT, memory_limit, text_of_file
 from infer.engine.build import hardware
 from infer.engine.build.exactness import trade_of
+from infer.engine.build.placement import PINNED_FROM
 from infer.engine.build.processors import Processors, read_processors
 from infer.engine.build.server_memory import kept_bytes
 from infer.errors import ConfigError
@@ -99,9 +100,11 @@ def _cores(processors: Processors) -> Finding:
     slow = sum(core.is_efficient for core in processors.cores)
     parts = [f"{len(processors.cores)} that this process may use"]
     if slow:
-        parts.append(f"{slow} of them efficiency cores, which are left to others")
+        parts.append(f"{slow} of them efficiency cores, which take part in prompts only")
     if len(processors.nodes) > 1:
         parts.append(f"on {len(processors.nodes)} NUMA nodes")
+    if len(processors.sockets) > 1:
+        parts.append(f"of {len(processors.sockets)} sockets")
     advice = ""
     if processors.quota is not None:
         parts.append(f"with a CPU quota of {processors.quota:g} cores")
@@ -188,14 +191,21 @@ def _cache() -> Finding:
 def _threads(config: EngineConfig, processors: Processors) -> Finding:
     if config.num_threads is not None:
         return Finding("threads", f"{config.num_threads}, as num_threads says")
-    count = hardware.default_threads(all_nodes=config.numa == "all")
+    count = hardware.default_threads(numa=config.numa)
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
-        usual = processors.num_threads(all_nodes=config.numa == "all")
+        usual = processors.num_threads(numa=config.numa)
         advice = f"{usual} threads: unset OMP_NUM_THREADS" if usual > count else ""
         return Finding("threads", f"{count}, as OMP_NUM_THREADS says", advice)
-    several = len(processors.nodes) > 1 and config.numa == "one"
-    advice = "the memory of all nodes, perhaps (--numa all)" if several else ""
-    return Finding("threads", f"{count}; one less beside the server for a small model", advice)
+    advice = ""
+    if len(processors.sockets) > 1 and config.numa == "auto":
+        num = len(processors.sockets)
+        advice = f"an engine on each of the {num} sockets: --replicas {num}"
+    elif len(processors.nodes) > 1 and config.numa == "one":
+        advice = "all nodes of the socket: --numa auto"
+    state = f"{count}; one less beside the server for a small model"
+    if count >= PINNED_FROM:
+        state = f"{count - 1}, one on each core; one core is for the rest of the server"
+    return Finding("threads", state, advice)
 
 
 def _company(root: Path) -> Finding:

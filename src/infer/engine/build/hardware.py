@@ -12,7 +12,7 @@ import os
 import torch
 
 from infer.config import EngineConfig
-from infer.engine.build.processors import read_processors
+from infer.engine.build.processors import Numa, read_processors
 from infer.errors import ConfigError
 from infer.kernels import cuda
 from infer.kernels.linear import bfloat16_obstacle, quantization_obstacle
@@ -147,7 +147,7 @@ def num_threads(config: EngineConfig, spare: int = 0) -> int:
     and what fails for want of them would be told as something else.
     """
     if config.num_threads is None:
-        return default_threads(spare, all_nodes=config.numa == "all")
+        return default_threads(spare, config.numa)
     most = max(64, 4 * (os.cpu_count() or 1))
     if config.num_threads > most:
         raise ConfigError(
@@ -158,35 +158,12 @@ def num_threads(config: EngineConfig, spare: int = 0) -> int:
     return config.num_threads
 
 
-def default_threads(spare: int = 0, *, all_nodes: bool = False) -> int:
+def default_threads(spare: int = 0, numa: Numa = "auto") -> int:
     """Default number of threads: OMP_NUM_THREADS if set, else the cores that `Processors` chooses,
-    less `spare`. `all_nodes`: cores of all NUMA nodes."""
+    less `spare`."""
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
-    return read_processors().num_threads(spare, all_nodes=all_nodes)
-
-
-def stay_on_cores(*, all_nodes: bool) -> None:
-    """Keep this thread, and those that it starts, on the cores that `Processors` chooses.
-
-    It does nothing where all cores are chosen, or where threads cannot be kept on cores. Memory is
-    then of the same NUMA node, because Linux takes it from the node of the thread that writes it
-    first."""
-    processors = read_processors()
-    chosen = processors.chosen(all_nodes=all_nodes)
-    if not chosen or len(chosen) == len(processors.cores):
-        return
-    try:
-        os.sched_setaffinity(0, processors.cpus(all_nodes=all_nodes))
-    except OSError as error:  # forbidden in some containers
-        log.warning("threads are not kept on their cores: %s", error)
-        return
-    log.info(
-        "threads stay on %d of %d cores (performance cores of NUMA node %s)",
-        len(chosen),
-        len(processors.cores),
-        ", ".join(map(str, sorted({core.node for core in chosen}))),
-    )
+    return read_processors().num_threads(spare, numa)
 
 
 def free_bytes(device: torch.device, share: float | None = None) -> int:

@@ -41,7 +41,7 @@ class MachineShare:
 
     def cores(self, processors: Processors) -> tuple[Core, ...]:
         """The cores of this engine; () where the system does not say which there are."""
-        cores = sorted(processors.chosen(all_nodes=True), key=lambda core: core.node)
+        cores = sorted(processors.chosen("all"), key=lambda core: (core.socket, core.node))
         return tuple(_slice(cores, self.index, self.count))
 
     def num_threads(self, processors: Processors) -> int:
@@ -54,7 +54,7 @@ def _slice(items: Any, index: int, count: int) -> Any:
 
 
 def _num_threads(processors: Processors) -> int:
-    return processors.num_threads(all_nodes=True)
+    return processors.num_threads(numa="all")
 
 
 def shares_of(count: int, device: str) -> list[Mapping[str, Any]]:
@@ -90,11 +90,3 @@ def may_have_gpu(devices: Path = Path("/dev")) -> bool:
     if sys.platform != "linux":
         return sys.platform != "darwin"
     return any(next(devices.glob(name), None) for name in ("nvidia[0-9]*", "dxg"))
-
-
-def stay_on(cores: tuple[Core, ...]) -> None:
-    """Keep this thread, and those that it starts, on these cores. Raises `OSError` where that is
-    forbidden."""
-    cpus = {cpu for core in cores for cpu in core.cpus}
-    if cpus and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cpus)

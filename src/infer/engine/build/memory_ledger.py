@@ -1,4 +1,5 @@
-"""`MemoryLedger`: what the engines of this machine have promised their caches of main memory
+"""`MemoryLedger`: what the engines of this machine have promised their caches of main memory, and
+on which processors they live
 
 Each engine of a user has a file in a folder that belongs to the user, and holds a lock on it, which
 the system releases when the engine ends, in whatever way. A file without a lock is a dead engine's;
@@ -17,7 +18,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 LOCK_TIMEOUT_S = 10.0
 """seconds for which an engine that starts waits while others plan"""
 _SUFFIX = ".engine"
-_MAX_BYTES = 4096
+_MAX_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class Promise:
     """the part without which it could not serve"""
     held: int
     """what it takes now"""
+    cpus: frozenset[int] = frozenset()
+    """processors on which it lives"""
 
 
 def for_newcomer(free: int, promises: Sequence[Promise]) -> tuple[int, int]:
@@ -131,13 +134,14 @@ class MemoryLedger:
         finally:
             os.close(file)
 
-    def enter(self, promised: int, least: int) -> None:
-        """Say what this engine was promised; within `planning`. Until this process ends, or
-        `leave`."""
+    def enter(self, promised: int, least: int, cpus: Collection[int] = ()) -> None:
+        """Say what this engine was promised, and on which processors it lives; within `planning`.
+        Until this process ends, or `leave`."""
         if self._folder is None:
             return
         self.leave()
         entry = {"pid": os.getpid(), "space": _pid_space(), "promised": promised, "least": least}
+        entry["cpus"] = sorted(cpus)
         path = self._folder / f"{os.getpid()}-{os.urandom(4).hex()}{_SUFFIX}"
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -175,6 +179,10 @@ class MemoryLedger:
         self._last = found
         return found
 
+    def cpus_of_others(self) -> frozenset[int]:
+        """The processors on which other engines of this user live; within `planning`."""
+        return frozenset(cpu for each in self.others() for cpu in each.cpus)
+
     def others_now(self) -> list[Promise]:
         """Like `others`, outside of `planning`: as they were last, while an engine plans."""
         try:
@@ -199,7 +207,8 @@ class MemoryLedger:
                 raise ValueError("promises less than nothing")
             held = held_bytes(int(entry["pid"]), self._root)
             is_near = entry["space"] == _pid_space()
-            return Promise(promised, least, held if is_near else promised)
+            cpus = frozenset(map(int, entry.get("cpus", ())))
+            return Promise(promised, least, held if is_near else promised, cpus)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             self._complain(ValueError(f"{path} is damaged: {error}"))
             return None

@@ -1,10 +1,12 @@
-"""`Processors`: the cores that an engine may use, and how much of them
+"""`Processors`: the cores that an engine may use, and which of them it takes
 
-The default number of threads follows from them. Hyper-threads are not counted, because two of them
-share one arithmetic unit. On a CPU with two kinds of cores only the performance cores are used: a
-step ends when its slowest thread does. On a machine with several NUMA nodes the cores of one node
-are used, because memory of another node is read at about half the speed. A container's CPU quota
-limits the number of threads: more of them would be stopped for the rest of each period.
+Hyper-threads are not counted, because two of them share one arithmetic unit. On a CPU with two
+kinds of cores a step ends when its slowest thread does, so the performance cores compute it; the
+others take part in prompts, whose many rows are divided finely. A socket may have several NUMA
+nodes (sub-NUMA clustering, NPS): their cores work together, because they share the way to the
+memory of all of them. Another socket's memory is read at about half the speed, so its cores are for
+another engine (`--replicas`), or for `numa="all"`. A container's CPU quota limits the number of
+threads: more of them would be stopped for the rest of each period.
 
 Standard library only. Everything is read from the operating system below `root`, so that tests can
 describe other machines.
@@ -17,10 +19,15 @@ import math
 import os
 import sys
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from infer.control_groups import ROOT, cpu_quota, text_of_file
+
+Numa = Literal["auto", "one", "all"]
+"""which NUMA nodes an engine uses: those of one socket, one, all"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +38,8 @@ class Core:
     """numbers of its hyper-threads that this process may use"""
     node: int = 0
     """number of its NUMA node"""
+    socket: int = 0
+    """number of its package"""
     is_efficient: bool = False
     """whether it is an efficiency core of a CPU that has performance cores, too"""
 
@@ -51,27 +60,54 @@ class Processors:
         """NUMA nodes that have cores for this process."""
         return tuple(sorted({core.node for core in self.cores}))
 
-    def chosen(self, *, all_nodes: bool = False) -> tuple[Core, ...]:
-        """The cores that an engine uses by default: the performance cores of the NUMA node that has
-        most of them, or those of all nodes. A process that may use efficiency cores only uses
-        these."""
-        fast = [core for core in self.cores if not core.is_efficient] or self.cores
-        counts = Counter(core.node for core in fast)
-        if all_nodes or not counts:
-            return tuple(fast)
-        best = min(counts, key=lambda node: (-counts[node], node))
-        return tuple(core for core in fast if core.node == best)
+    @property
+    def sockets(self) -> tuple[int, ...]:
+        """Packages that have cores for this process."""
+        return tuple(sorted({core.socket for core in self.cores}))
 
-    def num_threads(self, spare: int = 0, *, all_nodes: bool = False) -> int:
-        """Default number of threads of an engine that leaves `spare` cores free; at least 1."""
-        count = len(self.chosen(all_nodes=all_nodes)) or self.num_others
+    def chosen(self, numa: Numa = "auto", taken: Collection[int] = ()) -> tuple[Core, ...]:
+        """The cores that an engine uses by default: the performance cores of one socket (auto), of
+        one NUMA node (one), or all. A process that may use efficiency cores only uses these.
+
+        `taken`: processors that other engines have. Of the sockets, or nodes, that one is chosen
+        which has most cores that nobody has taken, then most cores, then the lowest number."""
+        fast = [core for core in self.cores if not core.is_efficient] or list(self.cores)
+        if numa == "all" or not fast:
+            return tuple(fast)
+        counts, free = Counter[int](), Counter[int]()
+        for core in fast:
+            counts[_place(core, numa)] += 1
+            free[_place(core, numa)] += not set(core.cpus) & set(taken)
+        best = min(counts, key=lambda place: (-free[place], -counts[place], place))
+        return tuple(core for core in fast if _place(core, numa) == best)
+
+    def slow_beside(self, cores: Collection[Core]) -> tuple[Core, ...]:
+        """The efficiency cores of the sockets of `cores`, if these are performance cores."""
+        if any(core.is_efficient for core in cores):
+            return ()
+        sockets = {core.socket for core in cores}
+        return tuple(core for core in self.cores if core.is_efficient and core.socket in sockets)
+
+    def num_threads(self, spare: int = 0, numa: Numa = "auto") -> int:
+        """Default number of threads of an engine that leaves `spare` cores free; at least 1.
+
+        A quota is rounded down, so that its threads are not stopped and the rest of the server has
+        the remainder; below 2 it is rounded up, because one thread would leave most of it unused.
+        """
+        count = len(self.chosen(numa)) or self.num_others
         if self.quota is not None:
-            count = min(count, math.ceil(self.quota))
+            whole = math.floor(self.quota) if self.quota >= 2 else math.ceil(self.quota)
+            count = min(count, whole)
         return max(1, count - spare)
 
-    def cpus(self, *, all_nodes: bool = False) -> frozenset[int]:
-        """Numbers of the hyper-threads of the chosen cores."""
-        return frozenset(cpu for core in self.chosen(all_nodes=all_nodes) for cpu in core.cpus)
+
+def cpus_of(cores: Collection[Core]) -> frozenset[int]:
+    """Numbers of the hyper-threads of cores."""
+    return frozenset(cpu for core in cores for cpu in core.cpus)
+
+
+def _place(core: Core, numa: Numa) -> int:
+    return core.node if numa == "one" else core.socket
 
 
 def read_processors(root: Path = ROOT) -> Processors:
@@ -107,7 +143,13 @@ def read_cores(allowed: frozenset[int], root: Path = ROOT) -> tuple[Core, ...]:
             return ()
         found.setdefault((package, core), []).append(cpu)
     return tuple(
-        Core(tuple(cpus), nodes.get(cpus[0], 0), cpus[0] in slow) for cpus in found.values()
+        Core(
+            tuple(cpus),
+            nodes.get(cpus[0], 0),
+            int(package) if package.isdigit() else 0,
+            cpus[0] in slow,
+        )
+        for (package, _), cpus in found.items()
     )
 
 
