@@ -384,7 +384,6 @@ def test_what_cannot_be_read_is_replaced_or_named() -> None:
         (RESPONSES, {}, "input is required"),
         (RESPONSES, {"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         (RESPONSES, {"input": [{"type": "function_call", "name": "f"}]}, "input[0]."),
-        (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}, "stores no responses"),
         (RESPONSES, {"input": "x", "background": True}, "background"),
         (RESPONSES, {"input": "x", "tools": [{"type": "function"}]}, "tools[0].name"),
         (RESPONSES, {"input": "x", "tool_choice": "required"}, "none of the tools"),

@@ -32,6 +32,7 @@ from infer.server.openai.openapi import EVENTS, JSON, takes
 from infer.server.openai.streaming import EventStream, StreamOfAnswer, all_of, unless_gone
 from infer.server.request_status import RequestStatus, status_of
 from infer.server.sessions.routes import SessionRoutes, SessionTurn
+from infer.server.sessions.stored_responses import ResponseTurn, StoredResponses
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.limits import Grant, revoked, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
@@ -52,6 +53,7 @@ class GenerationPipeline:
     traces: RequestTraces
     prefixes: PublicPrefixes
     sessions: SessionRoutes
+    responses: StoredResponses
     kept: KeptAnswers
     settings: ServerSettings
 
@@ -100,8 +102,8 @@ class GenerationCall(Generic[B]):
         self._context = RequestContext.of(http.scope)
         self._tenant = tenant_of(http.scope)
         self._answer_id = f"{api.id_prefix}{self._context.id}"
-        self._turn: SessionTurn | None = None
-        """the turn of a session that this is, once the body is read"""
+        self._turn: SessionTurn | ResponseTurn | None = None
+        """what is kept of it, once the body is read"""
         self._is_kept = False
         """whether the answer outlives its connection"""
 
@@ -118,10 +120,12 @@ class GenerationCall(Generic[B]):
         return await self._whole(prepared.answer, running)
 
     async def _read(self) -> dict[str, Any]:
-        """The body, with the messages of the session that it continues."""
+        """The body, with the conversation that it continues."""
         body = await self._pipeline.bodies.read_object(self._http)
-        if self._api.has_sessions:
+        if self._api.keeps == "sessions":
             self._turn = await self._pipeline.sessions.begin(self._http, body)
+        elif self._api.keeps == "responses":
+            self._turn = await self._pipeline.responses.begin(self._http, body)
         return body
 
     async def _validate(self, body: dict[str, Any]) -> B:
@@ -231,7 +235,9 @@ class GenerationCall(Generic[B]):
         works = all_of(stream.output() for stream in running)
         outputs = await unless_gone(self._http.receive, works)
         num_bytes, body = sum(map(answer.size_of, outputs)), answer.body(outputs)
+        if self._turn and self._turn.comes_first:
+            await self._turn.keep()
         response = await self._pipeline.offload.render(self._http, num_bytes, json_response, body)
-        if self._turn:
+        if self._turn and not self._turn.comes_first:
             await self._turn.keep()
         return response

@@ -26,6 +26,7 @@ from infer.server.http.error_responses import HttpError
 from infer.server.kept_answers import NUMBER, KeptAnswers, Reader, number_of
 from infer.server.observe.metrics import CONTENT_TYPE, Metrics, text_of
 from infer.server.observe.request_trace import (
+    RequestNotFoundError,
     RequestTrace,
     RequestTraces,
     cancel_answer,
@@ -34,7 +35,9 @@ from infer.server.observe.request_trace import (
     view,
 )
 from infer.server.openai.openapi import EVENTS, takes
+from infer.server.openai.response_answer import cancelled_response
 from infer.server.openai.streaming import STREAM_HEADERS, SourceStream
+from infer.server.sessions.store import RESPONSE
 from infer.server.tenancy.limits import tenant_of
 from infer.server.viewers import EngineViewers
 
@@ -100,6 +103,17 @@ class RequestViews(ABC):
         """End one."""
         served, trace = self._named(http)
         return cancel_answer(trace, served.traces.cancel(trace))
+
+    @takes(refuses=(409,))
+    async def cancel_response(self, http: HttpRequest) -> Fields:
+        """End a response that is being answered."""
+        if not http.path_params["id"].startswith(RESPONSE):
+            raise RequestNotFoundError
+        told = await self.cancel(http)
+        if told["cancelled"]:
+            return cancelled_response(told["id"], RequestContext.of(http.scope).model)
+        message = "this response has ended: only one that is being answered can be cancelled"
+        raise HttpError(400, message, code="response_not_running")
 
     @abstractmethod
     async def health(self, http: HttpRequest) -> Fields:

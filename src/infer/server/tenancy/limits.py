@@ -48,9 +48,10 @@ MAX_MINUTES = 4
 def costs(method: str, path: str) -> bool:
     """Whether a request counts against its key's limits; those that only read state, or end a
     request, do not."""
-    if path.startswith("/v1/requests"):
+    if path.startswith("/v1/requests") or path.endswith("/cancel"):
         return False
-    return method not in ("GET", "HEAD", "OPTIONS") or path.startswith("/v1/sessions")
+    is_read = method in ("GET", "HEAD", "OPTIONS")
+    return not is_read or path.startswith(("/v1/sessions", "/v1/responses/"))
 
 
 class Tenant:
