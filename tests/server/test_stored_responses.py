@@ -60,7 +60,7 @@ def test_going_on_is_sending_the_whole_conversation() -> None:
         name, first = None, ""
         for i, text in enumerate(("Hello", [{"role": "user", "content": "More"}], "Again")):
             asked = [{"role": "user", "content": text}] if isinstance(text, str) else text
-            more = {"previous_response_id": name} if name else {}
+            more: dict[str, Any] = {"previous_response_id": name} if name else {}
             made = (await app.post(RESPONSES, body(text, **more))).json()
             whole = (await app.post(RESPONSES, body([*items, *asked], store=False))).json()
             assert texts(made) == texts(whole)
@@ -104,6 +104,7 @@ def test_what_is_not_stored_is_not_found() -> None:
                 assert (reply.status, reply.error()["code"]) == (404, "previous_response_not_found")
         refused = await app.post(RESPONSES, body(previous_response_id="a\0b"))
         assert refused.status == 404
+        wrong: Any
         for wrong in (5, ["x"], {}, True):
             refused = await app.post(RESPONSES, body(previous_response_id=wrong))
             assert (refused.status, refused.error()["param"]) == (400, "previous_response_id")
@@ -211,7 +212,7 @@ def test_a_running_response_is_cancelled() -> None:
 
 def test_input_items_come_in_pages() -> None:
     async def use(app: App) -> None:
-        given = [{"role": "user", "content": f"m{i}"} for i in range(7)]
+        given: list[dict[str, Any]] = [{"role": "user", "content": f"m{i}"} for i in range(7)]
         given[3] = {"type": "message", "id": "mine", "role": "user", "content": []}
         name = (await app.post(RESPONSES, body(given, instructions="Be brief."))).json()["id"]
         at = f"{RESPONSES}/{name}/input_items"

@@ -27,7 +27,7 @@ from infer.schedule.sequence import Plan, Sampled, verified
 from infer.server.address import bind, unix_socket, url_of
 from infer.server.app import create_app
 from infer.server.fronts import SeveralFronts
-from infer.server.http.error_forms import is_anthropic
+from infer.server.http.anthropic_errors import is_anthropic
 from infer.server.http.paths import canonical_path
 from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.openapi import document

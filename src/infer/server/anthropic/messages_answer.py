@@ -12,8 +12,8 @@ from typing import Any
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.server.anthropic.messages_body import MessagesBody
+from infer.server.http.anthropic_errors import OVERLOADED, anthropic_error
 from infer.server.http.context import bare_id
-from infer.server.http.error_forms import OVERLOADED, anthropic_error
 from infer.server.openai.answer_parts import TokenUsage, wire_reason
 from infer.server.openai.chat import ChatReader, chat_requests, tool_warning
 from infer.server.openai.events import dump, event

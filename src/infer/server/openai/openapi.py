@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pydantic.json_schema import models_json_schema
 from starlette.routing import BaseRoute, Route
 
-from infer.server.http.error_forms import OVERLOADED, is_anthropic
+from infer.server.http.anthropic_errors import OVERLOADED, is_anthropic
 from infer.server.openai.schema import SampledBody
 from infer.server.openai.schema_base import Wire
 from infer.server.tenancy.limits import OPEN_PATHS, costs
