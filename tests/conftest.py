@@ -17,6 +17,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # What engines promise here is not for the engines of others on this machine, nor theirs for these.
 _RUNTIME = tempfile.TemporaryDirectory(prefix="infer-tests-")
 os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
+# Nor are what servers store.
+os.environ["XDG_STATE_HOME"] = _RUNTIME.name
 
 MAX_WORKERS = 5
 """a worker has torch in its memory, and its tests start engines that have it too"""

@@ -103,6 +103,14 @@ def test_what_is_answered_while_a_model_loads(transport: Transport, tmp_path: Pa
         assert (status, headers["x-request-id"]) == (503, "mine-1")
         assert set(body) == {"error"}
         assert body["error"]["message"] == "the server is starting: it loads another"
+        for path in (b"/v1/messages", b"//v1/messages/?beta=true", b"/v1/messages/count_tokens"):
+            request = b"POST " + path + b" HTTP/1.1\r\n" + named + b"x" * 300_000
+            status, headers, body = asked(url, request)
+            assert (status, headers["retry-after"]) == (503, "5")
+            assert set(body) == {"type", "error", "request_id"}
+            assert (body["type"], body["request_id"]) == ("error", "mine-1")
+            message = "the server is starting: it loads another"
+            assert body["error"] == {"type": "api_error", "message": message}
 
 
 def test_pages_of_others_learn_nothing_while_a_model_loads() -> None:

@@ -16,7 +16,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.server import generation
 from infer.server.openai.answer_parts import TokenUsage, wire_reason
 from infer.server.openai.events import NOTHING_YET, dump, event
-from infer.server.openai.generating_api import OnMessage, Part
+from infer.server.openai.generating_api import Keeps, OnMessage, Part
 from infer.server.openai.schema import GeneratingBody
 from infer.server.openai.to_engine import in_callers_names, requests_of
 from infer.server.route_table import GENERATING
@@ -89,7 +89,7 @@ class AnswersApi:
     body = AnswersBody
     id_prefix = "ans-"
     refuses = ()
-    has_sessions = False
+    keeps: Keeps = "nothing"
 
     def make_requests(
         self, engine: AsyncLLM, wire: AnswersBody, answer_id: str

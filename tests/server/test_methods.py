@@ -54,17 +54,35 @@ BODIES: dict[str, Any] = {
     "/v1/sessions/{id}": {"title": "x"},
 }
 """bodies of the endpoints that want more than an empty object"""
+RUNNING: list[asyncio.Future[Reply]] = []
 SLOW = {"/v1/engine/comparisons"}
 """endpoints that start a process"""
 
 
 async def address_of(app: App, path: str) -> str:
-    """A path with a session or request that there is."""
-    if "/sessions/" in path:
+    """A path with a session, response or request that there is."""
+    if path.endswith("responses/{id}/cancel"):
+        return path.replace("{id}", await running_response(app))
+    if "/responses/" in path:
+        found = (await app.post("/v1/responses", {"input": "a"})).json()["id"]
+    elif "/sessions/" in path:
         found = (await app.post("/v1/sessions", {})).json()["id"]
     else:
-        found = (await app.post("/v1/completions", completion_body(max_tokens=1))).json()["id"]
+        body = completion_body(max_tokens=1, stream=True)
+        made = await app.post("/v1/completions", body, headers={"x-keep-answer": "true"})
+        found = made.headers["x-request-id"]
     return path.replace("{name}", "hash-model").replace("{id}", found)
+
+
+async def running_response(app: App) -> str:
+    """The id of a response that runs, whose client does not wait for it."""
+    body = {"input": "a", "stream": True, "max_output_tokens": 400}
+    begun, headers = asyncio.Event(), {"x-keep-answer": "true"}
+    how: dict[str, Any] = {"leave": begun, "on_write": lambda data: begun.set()}
+    RUNNING.append(asyncio.ensure_future(app.post("/v1/responses", body, headers=headers, **how)))
+    await begun.wait()
+    listed = (await app.get("/v1/requests")).json()["data"]
+    return str(next(each["id"] for each in listed if each["id"].startswith("resp_")))
 
 
 async def send(app: App, method: str, path: str, **how: Any) -> Reply:

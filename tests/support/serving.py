@@ -27,7 +27,7 @@ from infer.schedule.sequence import Plan, Sampled, verified
 from infer.server.address import bind, unix_socket, url_of
 from infer.server.app import create_app
 from infer.server.fronts import SeveralFronts
-from infer.server.http.error_forms import is_anthropic
+from infer.server.http.anthropic_errors import is_anthropic
 from infer.server.http.paths import canonical_path
 from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.openapi import document
@@ -96,7 +96,8 @@ class Reply:
 
     def events(self) -> list[Any]:
         """The chunks of a stream that ended without an error; their form is checked."""
-        *events, done = self.body.decode("ascii").split("\n\n")[:-1]
+        found = self.body.decode("ascii").split("\n\n")[:-1]
+        *events, done = [event for event in found if not event.startswith(":")]
         assert done == "data: [DONE]"
         return [json.loads(event.removeprefix("data: ")) for event in events]
 

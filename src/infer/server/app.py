@@ -23,6 +23,7 @@ from infer.server.http.context import RequestContext
 from infer.server.http.cross_origin import AllowedOrigins
 from infer.server.http.error_responses import RequestBoundary, error_handlers, pass_on
 from infer.server.http.hosts import HostGuard
+from infer.server.kept_answers import KeptAnswers
 from infer.server.model_endpoints import ModelEndpoints
 from infer.server.observe.logs import log_batch, log_request
 from infer.server.observe.metrics import Metrics
@@ -34,6 +35,7 @@ from infer.server.request_views import OneServer, ServedEngine
 from infer.server.route_table import generating_apis, routes_of
 from infer.server.sessions.routes import SessionRoutes
 from infer.server.sessions.store import Quota
+from infer.server.sessions.stored_responses import StoredResponses
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Keys
 from infer.server.tenancy.limits import AuthMiddleware
@@ -98,11 +100,14 @@ def create_app(
     traces = _traces(engine, settings)
     usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
     metrics = Metrics(engine, traces, settings.metrics_prefix, usage, settings.limits)
-    served = ServedEngine(engine, traces, metrics, EngineViewers(engine, traces))
+    kept = KeptAnswers(settings.keep_answers_s, settings.limits)
+    served = ServedEngine(engine, traces, metrics, EngineViewers(engine, traces), kept)
     sessions = _sessions(settings, offload, has_leases=fronts is not None)
     bodies = BodyReader(offload, engine.model_name)
     prefixes = PublicPrefixes(settings.public_prefixes, engine)
-    pipeline = GenerationPipeline(engine, offload, bodies, traces, prefixes, sessions, settings)
+    responses = StoredResponses(sessions, offload)
+    shared = (engine, offload, bodies, traces, prefixes, sessions, responses, kept, settings)
+    pipeline = GenerationPipeline(*shared)
     views = OneServer(served) if fronts is None else FrontQueries(served, fronts)
     limits = fronts.limits if fronts is not None and settings.api_keys is not None else None
 
@@ -118,11 +123,12 @@ def create_app(
                 await limits.close()
             await engine.close()
             metrics.save()
+            kept.close()
             await sessions.close()
             offload.close()
 
-    of_model = ModelEndpoints(engine, offload, bodies, sessions, settings)
-    rest = routes_of(views, offload, of_model, sessions)
+    of_model = ModelEndpoints(engine, offload, bodies, sessions, responses, settings)
+    rest = routes_of(views, offload, of_model, sessions, responses)
     outer = layers(settings, (metrics.seen,), engine.model_name, page, fronts)
     app = Starlette(
         routes=[*map(pipeline.route, generating), *rest],
@@ -131,9 +137,8 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    paths = frozenset(api.path for api in generating)
-    state: dict[str, Any] = {"served": served, "metrics": metrics, "traces": traces}
-    app.state = State({**state, "generating_paths": paths, "views": views})
+    state = {"served": served, "metrics": metrics, "traces": traces, "views": views}
+    app.state = State({**state, "generating_paths": frozenset(api.path for api in generating)})
     return app
 
 

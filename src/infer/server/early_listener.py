@@ -28,6 +28,7 @@ from http import HTTPStatus
 
 from infer.errors import EngineDeadError, OverloadedError, RequestError
 from infer.server.address import check_certificate, check_reach, listen, place
+from infer.server.http.anthropic_errors import is_anthropic, reformed_body
 from infer.server.http.connections import (
     PROBE_PATHS,
     ConnectionLimits,
@@ -98,19 +99,23 @@ class EarlyAnswers:
 def as_bytes(answer: ErrorAnswer, head: RequestHead | None) -> bytes:
     """An answer as HTTP/1.1, the last of its connection. `head`: that of the request, if it could
     be read."""
-    body = b"" if head is not None and head.method == "HEAD" else answer.body
+    request_id = (head and head.client_id) or secrets.token_hex(16)
+    status, body = answer.status, answer.body
+    if head is not None and status >= 400 and is_anthropic(head.path):
+        status, body = reformed_body(status, body, request_id)
     headers = {
         "date": time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime()),
         "content-type": "application/json",
-        "content-length": str(len(answer.body)),
+        "content-length": str(len(body)),
         **answer.headers,
-        "x-request-id": (head and head.client_id) or secrets.token_hex(16),
+        "x-request-id": request_id,
         "x-content-type-options": "nosniff",
         "connection": "close",
     }
-    lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
-    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+    sent = b"" if head is not None and head.method == "HEAD" else body
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + sent
 
 
 class EarlyConnection:

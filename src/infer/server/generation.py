@@ -23,13 +23,16 @@ from infer.engine.client.async_llm import AsyncLLM, RequestStream, Reservation
 from infer.errors import DeadlineError
 from infer.server.body_reader import BodyReader
 from infer.server.http.context import RequestContext
+from infer.server.kept_answers import KeptAnswer, KeptAnswers
 from infer.server.observe.request_trace import RequestTrace, RequestTraces
 from infer.server.offload import Offload
 from infer.server.openai.generating_api import AnswerFormat, B, GeneratingApi, StreamFormat
 from infer.server.openai.large_json import json_response
 from infer.server.openai.openapi import EVENTS, JSON, takes
-from infer.server.openai.streaming import EventStream, all_of, unless_gone
+from infer.server.openai.streaming import EventStream, StreamOfAnswer, all_of, unless_gone
+from infer.server.request_status import RequestStatus, status_of
 from infer.server.sessions.routes import SessionRoutes, SessionTurn
+from infer.server.sessions.stored_responses import ResponseTurn, StoredResponses
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.limits import Grant, revoked, tenant_of
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
@@ -50,6 +53,8 @@ class GenerationPipeline:
     traces: RequestTraces
     prefixes: PublicPrefixes
     sessions: SessionRoutes
+    responses: StoredResponses
+    kept: KeptAnswers
     settings: ServerSettings
 
     def route(self, api: GeneratingApi[B]) -> Route:
@@ -97,8 +102,10 @@ class GenerationCall(Generic[B]):
         self._context = RequestContext.of(http.scope)
         self._tenant = tenant_of(http.scope)
         self._answer_id = f"{api.id_prefix}{self._context.id}"
-        self._turn: SessionTurn | None = None
-        """the turn of a session that this is, once the body is read"""
+        self._turn: SessionTurn | ResponseTurn | None = None
+        """what is kept of it, once the body is read"""
+        self._is_kept = False
+        """whether the answer outlives its connection"""
 
     async def respond(self) -> Response:
         """All stages, in order."""
@@ -109,19 +116,23 @@ class GenerationCall(Generic[B]):
             async with self._tenant.acquire(prepared.requests, self._context) as grant:
                 running = self._begin(wire, prepared, places, grant)
         if prepared.events is not None:
-            return self._stream(prepared.events, running)
+            return self._stream(wire, prepared.events, running)
         return await self._whole(prepared.answer, running)
 
     async def _read(self) -> dict[str, Any]:
-        """The body, with the messages of the session that it continues."""
+        """The body, with the conversation that it continues."""
         body = await self._pipeline.bodies.read_object(self._http)
-        if self._api.has_sessions:
+        if self._api.keeps == "sessions":
             self._turn = await self._pipeline.sessions.begin(self._http, body)
+        elif self._api.keeps == "responses":
+            self._turn = await self._pipeline.responses.begin(self._http, body)
         return body
 
     async def _validate(self, body: dict[str, Any]) -> B:
         """The wire model. Grammars are paid for here, before they are compiled."""
         wire = await self._pipeline.bodies.validate(self._http, self._api.body, body)
+        streams, headers = wire.stream or wire.always_streams, self._http.headers
+        self._is_kept = self._pipeline.kept.wants(headers, streams=streams)
         await self._tenant.charge_chars(wire.num_grammar_chars, self._context)
         return wire
 
@@ -199,16 +210,34 @@ class GenerationCall(Generic[B]):
             running.append(stream)
         return running
 
-    def _stream(self, events: StreamFormat, running: Sequence[RequestStream]) -> Response:
-        keep = self._turn.keep if self._turn else None
-        render = partial(self._pipeline.offload.render, self._http)
-        return EventStream(running, events, render, self._pipeline.settings.keep_alive_s, keep)
+    def _stream(self, wire: B, events: StreamFormat, running: Sequence[RequestStream]) -> Response:
+        pipeline, context = self._pipeline, self._context
+        render = partial(pipeline.offload.render, self._http)
+        kept: KeptAnswer | None = None
+        if self._is_kept:
+            kept = pipeline.kept.begin(context.id, self._tenant.key.id)
+            context.cleanup.callback(kept.end)
+        options = StreamOfAnswer(
+            keep_alive_s=pipeline.settings.keep_alive_s,
+            keep_turn=self._turn.keep if self._turn else None,
+            status=self._status,
+            status_for=self._answer_id if wire.tells_status else "",
+            status_s=pipeline.settings.limits.status_s,
+            kept=kept,
+        )
+        return EventStream(running, events, render, options)
+
+    def _status(self) -> RequestStatus | None:
+        trace = self._pipeline.traces.open_one(self._context.id)
+        return None if trace is None else status_of(trace, self._pipeline.engine)
 
     async def _whole(self, answer: AnswerFormat, running: Sequence[RequestStream]) -> Response:
         works = all_of(stream.output() for stream in running)
         outputs = await unless_gone(self._http.receive, works)
         num_bytes, body = sum(map(answer.size_of, outputs)), answer.body(outputs)
+        if self._turn and self._turn.comes_first:
+            await self._turn.keep()
         response = await self._pipeline.offload.render(self._http, num_bytes, json_response, body)
-        if self._turn:
+        if self._turn and not self._turn.comes_first:
             await self._turn.keep()
         return response

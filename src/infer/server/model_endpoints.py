@@ -29,6 +29,7 @@ from infer.server.openai.responses import InputTokensBody
 from infer.server.openai.schema import Body, DetokenizeBody, TokenizeBody, TokenizeChatBody
 from infer.server.openai.streaming import unless_gone
 from infer.server.sessions.routes import SessionRoutes
+from infer.server.sessions.stored_responses import StoredResponses
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.limits import tenant_of
 from infer.text.untrusted.workers import Steps
@@ -47,12 +48,14 @@ class ModelEndpoints:
         offload: Offload,
         bodies: BodyReader,
         sessions: SessionRoutes,
+        responses: StoredResponses,
         settings: ServerSettings,
     ) -> None:
         self._engine = engine
         self._offload = offload
         self._bodies = bodies
         self._sessions = sessions
+        self._responses = responses
         self._settings = settings
         self._comparisons = Comparisons(engine)
         self._document: asyncio.Task[bytes] | None = None
@@ -73,10 +76,11 @@ class ModelEndpoints:
             return await self._ask_tokenizer(http, body, TokenizeBody, self._tokenized)
         return await self._ask_tokenizer(http, body, TokenizeChatBody, self._tokenized_chat)
 
-    @takes(InputTokensBody)
+    @takes(InputTokensBody, refuses=(429,))
     async def input_tokens(self, http: HttpRequest) -> Response:
         """How many tokens the input of a response has."""
         body = await self._bodies.read_object(http)
+        await self._responses.show(http, body)
         return await self._ask_tokenizer(http, body, InputTokensBody, self._counted_input)
 
     @takes(CountTokensBody)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from functools import wraps
 from typing import Any
 
+from starlette.convertors import StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -26,8 +27,17 @@ from infer.server.openai.responses import ResponsesApi
 from infer.server.openai.typed_completions import TypedCompletionsApi
 from infer.server.request_views import RequestViews
 from infer.server.sessions.routes import SessionRoutes
+from infer.server.sessions.stored_responses import StoredResponses
 from infer.server.settings import ServerSettings
 
+
+class _ResponseName(StringConvertor):
+    """What may be the name of a response in a path: another endpoint has the place of one."""
+
+    regex = "(?!input_tokens$)[^/]+"
+
+
+register_url_convertor("response", _ResponseName())
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 
 EVENTS_PATH = "/v1/engine/events"
@@ -57,6 +67,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("GET", "/v1/requests/{id}", RequestViews.request),
     ("DELETE", "/v1/requests/{id}", RequestViews.cancel),
     ("POST", "/v1/requests/{id}/cancel", RequestViews.cancel),
+    ("GET", "/v1/requests/{id}/events", RequestViews.answer_events),
     ("GET", "/health", RequestViews.health),
     ("GET", "/health/live", RequestViews.health),
     ("GET", "/health/ready", RequestViews.ready),
@@ -66,6 +77,10 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("PATCH", "/v1/sessions/{id}", SessionRoutes.rename),
     ("DELETE", "/v1/sessions/{id}", SessionRoutes.delete),
     ("POST", "/v1/sessions/{id}/fork", SessionRoutes.fork),
+    ("GET", "/v1/responses/{id:response}", StoredResponses.response),
+    ("DELETE", "/v1/responses/{id:response}", StoredResponses.delete_response),
+    ("GET", "/v1/responses/{id:response}/input_items", StoredResponses.input_items),
+    ("POST", "/v1/responses/{id:response}/cancel", RequestViews.cancel_response),
     ("GET", EVENTS_PATH, RequestViews.events),
     ("POST", COMPARISONS_PATH, ModelEndpoints.compare),
     ("GET", "/metrics", RequestViews.metrics),

@@ -14,8 +14,9 @@ from starlette.types import Scope
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import OverloadedError
+from infer.server.http.anthropic_errors import is_anthropic
 from infer.server.http.context import RequestContext
-from infer.server.http.error_forms import anthropic_response, is_anthropic
+from infer.server.http.error_forms import anthropic_response
 from infer.server.http.error_responses import describe
 from infer.server.http.paths import canonical_path
 

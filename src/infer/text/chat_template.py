@@ -24,6 +24,7 @@ from infer.text.template_probes import find_abilities
 from infer.text.thinking_switches import switches
 from infer.text.tools.formats import ToolFormat, thoughts_in
 from infer.text.tools.tool_messages import adapted
+from infer.text.tools.written_numbers import WrittenNumbers, calls_with_own_forms
 from infer.text.untrusted.template_renderer import CANNOT, Rendered, TemplateRenderer
 from infer.text.untrusted.workers import Answer, Steps, UntrustedWorkers, run_steps
 
@@ -142,21 +143,38 @@ class ChatTemplate:
             raise _refusal("messages is empty: send at least one message")
         turns = in_order(turns, self.abilities.order)
         way = tool_format or self.abilities.format
-        turns, shown = adapted(turns, _plain(tools, "tools"), self.abilities, way)
-        mark = ""
-        if continue_final_message:
-            (mark,) = free_noncharacters([turns, tools, extra, self.source], 1)
-            _tag_final(turns[-1], mark)
+        texts = [turns, tools, extra, self.source]
+        tag = free_noncharacters(texts, 1)[0] if continue_final_message else ""
         extra = switches(
             {n: _plain(value, n) for n, value in extra.items()}, self.source, self._words
         )
-        variables = self._common_variables() | extra
-        variables |= {"messages": turns, "add_generation_prompt": add_generation_prompt, **shown}
+        extra["add_generation_prompt"] = add_generation_prompt
+        known = _plain(tools, "tools")
+        text = yield from self._adapted(turns, known, way, tag, extra)
+        if calls_with_own_forms(turns):
+            numbers = WrittenNumbers(turns, free_noncharacters(texts, 2)[1])
+            marked = yield from self._adapted(numbers.turns, known, way, tag, extra)
+            text = numbers.restored(marked, text)
+        return text
+
+    def _adapted(
+        self,
+        turns: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        way: ToolFormat | None,
+        tag: str,
+        extra: dict[str, Any],
+    ) -> Steps[str]:
+        """The prompt, which ends where the last message's content ends if there is a `tag`."""
+        turns, shown = adapted(turns, tools, self.abilities, way)
+        if tag:
+            _tag_final(turns[-1], tag)
+        variables = self._common_variables() | extra | {"messages": turns, **shown}
         try:
             text = yield from self._rendered(variables, MAX_RENDER_S, MAX_RENDERED_CHARS)
         except _LimitError as error:
             raise _refusal(f"{CANNOT}: {error}") from None
-        return _cut_at(text, mark) if mark else text
+        return _cut_at(text, tag) if tag else text
 
     def _prepared(self, where: str, message: Any) -> dict[str, Any]:
         if not isinstance(message, Mapping):

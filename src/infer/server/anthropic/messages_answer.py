@@ -12,12 +12,12 @@ from typing import Any
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.server.anthropic.messages_body import MessagesBody
+from infer.server.http.anthropic_errors import OVERLOADED, anthropic_error
 from infer.server.http.context import bare_id
-from infer.server.http.error_forms import OVERLOADED, anthropic_error
 from infer.server.openai.answer_parts import TokenUsage, wire_reason
 from infer.server.openai.chat import ChatReader, chat_requests, tool_warning
 from infer.server.openai.events import dump, event
-from infer.server.openai.generating_api import OnMessage, Part, StreamFormat
+from infer.server.openai.generating_api import Keeps, OnMessage, Part, StreamFormat
 from infer.server.openai.large_json import Later
 from infer.server.openai.to_engine import in_callers_names
 from infer.text.answer_parser import Parts
@@ -197,7 +197,7 @@ class MessagesApi:
     body = MessagesBody
     id_prefix = "msg_"
     refuses = (OVERLOADED,)
-    has_sessions = False
+    keeps: Keeps = "nothing"
 
     def make_requests(
         self, engine: AsyncLLM, wire: MessagesBody, answer_id: str

@@ -22,9 +22,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.errors import InferError, OverloadedError
+from infer.server.http.anthropic_errors import is_anthropic
 from infer.server.http.connections import note_refusal
 from infer.server.http.context import RequestContext
-from infer.server.http.error_forms import is_anthropic, reformed
+from infer.server.http.error_forms import reformed
 from infer.server.http.http_errors import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from infer.server.http.http_errors import HttpError as HttpError
 from infer.server.http.http_errors import answer_to, error_body

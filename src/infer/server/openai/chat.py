@@ -27,7 +27,7 @@ from infer.server.openai.answer_parts import (
     wire_reason,
 )
 from infer.server.openai.events import dump, event
-from infer.server.openai.generating_api import OnMessage, Part, StreamFormat
+from infer.server.openai.generating_api import Keeps, OnMessage, Part, StreamFormat
 from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.large_json import Later
 from infer.server.openai.schema import (
@@ -551,7 +551,7 @@ class ChatApi:
     body = ChatBody
     id_prefix = "chatcmpl-"
     refuses = (404, 409)
-    has_sessions = True
+    keeps: Keeps = "sessions"
 
     def make_requests(
         self, engine: AsyncLLM, wire: ChatBody, answer_id: str

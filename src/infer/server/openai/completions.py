@@ -21,7 +21,7 @@ from infer.server.openai.answer_parts import (
     wire_reason,
 )
 from infer.server.openai.events import dump, event
-from infer.server.openai.generating_api import OnMessage, Part, StreamFormat
+from infer.server.openai.generating_api import Keeps, OnMessage, Part, StreamFormat
 from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.large_json import Later
 from infer.server.openai.schema import RANGES, Generation, Limit, between, limit
@@ -266,7 +266,7 @@ class CompletionsApi:
     body = CompletionBody
     id_prefix = "cmpl-"
     refuses = ()
-    has_sessions = False
+    keeps: Keeps = "nothing"
 
     def make_requests(
         self, engine: AsyncLLM, wire: CompletionBody, answer_id: str

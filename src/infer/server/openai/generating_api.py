@@ -7,7 +7,7 @@ sees it, for all choices of one HTTP request; `StreamFormat` is its half that wr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.server.openai.schema import GeneratingBody
@@ -19,7 +19,10 @@ B = TypeVar("B", bound=GeneratingBody)
 Part = RequestOutput | TextDelta
 """output of one choice, all of it or what is new"""
 OnMessage = Callable[[dict[str, Any]], None]
-"""receives what is new in the members of a chat's message"""
+"""receives what is new in the members of a chat's message; of a response, all of it at its end"""
+
+
+Keeps = Literal["nothing", "sessions", "responses"]
 
 
 class StreamFormat(Protocol):
@@ -89,8 +92,9 @@ class GeneratingApi(Protocol[B]):
         """Statuses of errors that only this endpoint has, for `/openapi.json`."""
 
     @property
-    def has_sessions(self) -> bool:
-        """Whether a body with `session_id` and `messages` continues a session."""
+    def keeps(self) -> Keeps:
+        """What may be kept of its conversations: the turns of a session, if a body with `messages`
+        has a `session_id`; or responses, from which a body may go on."""
 
     def make_requests(self, engine: AsyncLLM, wire: B, answer_id: str) -> Steps[list[Request]]:
         """The engine's requests, one for each of `wire.num_choices`; raises `RequestError`.

@@ -17,7 +17,7 @@ from infer.server.http.context import bare_id
 from infer.server.openai.answer_parts import wire_reason
 from infer.server.openai.chat import ChatBody, ChatReader, tool_warning
 from infer.server.openai.events import dump, event
-from infer.server.openai.generating_api import Part, StreamFormat
+from infer.server.openai.generating_api import OnMessage, Part, StreamFormat
 from infer.server.openai.response_items import Tool, Tools
 from infer.text.answer_parser import Parts
 from infer.text.tools.call import ToolCall
@@ -49,9 +49,11 @@ class ResponseAnswer:
         told: Fields,
         requests: Sequence[Request],
         answer_id: str,
+        on_message: OnMessage | None = None,
     ) -> None:
         """`tools`: by which the client's names are found. `told`: the members of the response that
-        repeat the request's."""
+        repeat the request's. `on_message`: gets the whole response before its end is written, and
+        may change whether it is stored; None: it is not."""
         self.warning = tool_warning(engine, chat)
         self._reader = ChatReader(engine, chat, requests)
         self._tools = tools
@@ -61,10 +63,12 @@ class ResponseAnswer:
             "object": "response",
             "created_at": int(time.time()),
             "model": engine.model_name,
-            "previous_response_id": None,
-            "store": False,
+            "store": on_message is not None,
         }
         self._told = told
+        self._on_message = on_message
+        self._whole: Fields = {}
+        """the response at its end"""
         # What the client has sent may be long: it is written here, beside the event loop.
         self._told_text = dump(told)
         self._short_text = dump(told | {"tools": [], "instructions": None})
@@ -93,9 +97,16 @@ class ResponseAnswer:
         for _ in self._grow(self._reader.push(0, output.text, end=True)):
             pass
         self._reason = output.finish_reason
-        for _ in self._done():
+        for _ in self._complete():
             pass
-        return {**self._response, **self._told, **self._ends()}
+        return self._whole
+
+    def _complete(self) -> Iterator[bytes]:
+        """Complete the last item, and with it the response."""
+        yield from self._done()
+        self._whole = {**self._response, **self._told, **self._ends()}
+        if self._on_message is not None:
+            self._on_message(self._whole)
 
     def _ends(self) -> Fields:
         """What is known at the end: the status of the answer, and all its items."""
@@ -138,10 +149,11 @@ class ResponseAnswer:
         yield from self._grow(self._reader.push(index, delta.text, end=has_ended))
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
+            yield from self._complete()
 
     def closing(self) -> Iterator[bytes]:
-        yield from self._done()
-        ends = self._ends()
+        self._response["store"] = self._whole["store"]
+        ends = {name: self._whole[name] for name in _BEGUN}
         yield self._state(ends["status"], self._told_text, ends)
 
     def failure(self, error: str) -> bytes:
@@ -247,6 +259,13 @@ class ResponseAnswer:
         if "content" in item:
             yield self._event("content_part.done", **place, part=item["content"][0])
         yield self._event("output_item.done", output_index=place["output_index"], item=item)
+
+
+def cancelled_response(response_id: str, model: str) -> Fields:
+    """What is said of a response that was cancelled while it was answered."""
+    head = {"id": response_id, "object": "response", "created_at": int(time.time())}
+    told: Fields = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+    return {**head, "model": model, **_BEGUN, "status": "cancelled", **told, "store": False}
 
 
 _GROWS = {

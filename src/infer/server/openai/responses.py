@@ -1,8 +1,9 @@
 """`/v1/responses`: the endpoint's body, and the chat that it is
 
 `chat` is the same conversation as a `ChatBody`, from which the request, the prompt and the parts of
-the answer are made. Nothing is stored: `store` may be said, and an answer can be read only from its
-own stream. `ResponseAnswer` (`server.openai.response_answer`) writes the items and events.
+the answer are made. The items of `previous_response_id` are in `input` when the body is checked:
+`server.sessions.stored_responses` has put them there. `ResponseAnswer`
+(`server.openai.response_answer`) writes the items and events.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import RequestError, UnprocessableError
 from infer.server.openai import ignored_fields, schema_base
 from infer.server.openai.chat import AsChat, ChatBody, GeneratingAsChat, chat_requests
-from infer.server.openai.generating_api import OnMessage
+from infer.server.openai.generating_api import Keeps, OnMessage
 from infer.server.openai.response_answer import ResponseAnswer
 from infer.server.openai.response_items import NO_TOOLS, ItemReader, read_tools
 from infer.server.openai.schema import (
@@ -101,7 +102,6 @@ _NO_EFFECT: ignored_fields.IgnoredValues = {
     **dict.fromkeys(("include", "context_management"), (list,)),
     **dict.fromkeys(("prompt_cache_key", "safety_identifier", "user"), (str,)),
     **dict.fromkeys(("prompt_cache_retention", "service_tier"), (str,)),
-    "store": (bool,),
     "stream_options": (dict,),
     "background": (False,),
     "max_tool_calls": (int,),
@@ -124,6 +124,8 @@ class InputTokensBody(AsChat):
     text: Annotated[Object, plain(_text, Object)] = Field({})
     truncation: Literal["auto", "disabled"] = "disabled"
     previous_response_id: str | None = None
+    store: bool | None = None
+    """whether it can be read again and gone on from; null: if the server stores any"""
 
     @property
     def chat_fields(self) -> Object:
@@ -137,13 +139,6 @@ class InputTokensBody(AsChat):
 
     @model_validator(mode="after")
     def _translate(self, info: ValidationInfo) -> InputTokensBody:
-        if self.previous_response_id is not None:
-            raise RequestError(
-                "previous_response_id: this server stores no responses; send the whole"
-                " conversation as input, with store: false",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
         messages = [*ItemReader(info.context).messages(self.input)]
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
@@ -200,6 +195,7 @@ class ResponseBody(InputTokensBody, GeneratingAsChat):
             "max_output_tokens": self.max_output_tokens,
             "metadata": {},
             "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": self.reasoning.get("reasoning_effort"), "summary": None},
             "temperature": self.temperature,
             "text": {"format": form},
@@ -221,13 +217,13 @@ class ResponseBody(InputTokensBody, GeneratingAsChat):
 
 
 class ResponsesApi:
-    """OpenAI's responses, without their storage."""
+    """OpenAI's responses."""
 
     path = "/v1/responses"
     body = ResponseBody
     id_prefix = "resp_"
     refuses = ()
-    has_sessions = False
+    keeps: Keeps = "responses"
 
     def make_requests(
         self, engine: AsyncLLM, wire: ResponseBody, answer_id: str
@@ -245,4 +241,5 @@ class ResponsesApi:
         answer_id: str,
         on_message: OnMessage | None = None,
     ) -> ResponseAnswer:
-        return ResponseAnswer(engine, wire.chat, wire.tools, wire.told, requests, answer_id)
+        parts = (engine, wire.chat, wire.tools, wire.told, requests, answer_id)
+        return ResponseAnswer(*parts, on_message)

@@ -29,6 +29,7 @@ from infer.errors import RequestError, UnprocessableError
 from infer.server.http.json_body import MAX_NAME_CHARS, parse_json
 from infer.server.openai import content_parts, grammar_fields, ignored_fields
 from infer.server.openai.schema_base import WHOLE, Int, Wire, plain, whole, whole_list
+from infer.text.tools.written_numbers import has_own_form
 from infer.types import sampling
 from infer.types.grammar import Grammar
 from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
@@ -195,7 +196,8 @@ def _allowed_tools(value: dict[str, Any]) -> dict[str, Any]:
 def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The calls in the form that templates expect, with their arguments as an object.
 
-    Arguments that are none, as a model may have written them, stay text for `tool_messages`.
+    Arguments that are none, as a model may have written them, stay text for `tool_messages`, and so
+    do those with a number in a form of its own, which goes back as it is.
     """
     parsed = []
     for call in calls:
@@ -203,7 +205,10 @@ def _parsed_calls(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             with contextlib.suppress(RequestError):
                 value = parse_json(arguments.encode())
-                arguments = {} if value is None else value if isinstance(value, dict) else arguments
+                if value is None:
+                    arguments = {}
+                elif isinstance(value, dict) and not has_own_form(arguments):
+                    arguments = value
         elif not isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
         parsed.append({**call, "function": {**call["function"], "arguments": arguments}})
@@ -348,6 +353,8 @@ class StreamOptions(Wire):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """whether every piece has the usage so far, if `include_usage` is true"""
+    include_status: bool = False
+    """whether a silent stream says why, by events of its own (docs/events.md)"""
 
 
 class Body(Wire):
@@ -385,6 +392,11 @@ class GeneratingBody(Body):
     @property
     def is_open_ended(self) -> bool:
         """Whether the client has set no limit to the number of output tokens."""
+        return False
+
+    @property
+    def tells_status(self) -> bool:
+        """Whether the client has asked for events that say why its stream is silent."""
         return False
 
     @property
@@ -508,6 +520,10 @@ class Generation(SampledBody):
     @property
     def num_choices(self) -> int:
         return self.n
+
+    @property
+    def tells_status(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_status
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Generation:

@@ -16,7 +16,7 @@ from infer.errors import RequestError, UnprocessableError
 from infer.server.openai.answer_parts import TokenUsage
 from infer.server.openai.completions import as_ids
 from infer.server.openai.events import NOTHING_YET, dump, event
-from infer.server.openai.generating_api import OnMessage, Part
+from infer.server.openai.generating_api import Keeps, OnMessage, Part
 from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.schema import RANGES, Limit, SampledBody, limit
 from infer.server.openai.schema_base import plain
@@ -100,7 +100,7 @@ class TypedCompletionsApi:
     body = TypedCompletionBody
     id_prefix = "cmpl-"
     refuses = ()
-    has_sessions = False
+    keeps: Keeps = "nothing"
 
     def make_requests(
         self, engine: AsyncLLM, wire: TypedCompletionBody, answer_id: str

@@ -64,6 +64,9 @@ class ForkBody(Wire):
 class SessionTurn:
     """A question within a session that is being answered."""
 
+    comes_first = False
+    """its answer is written before it is kept"""
+
     def __init__(
         self,
         sessions: SessionStore,
@@ -225,6 +228,19 @@ class SessionRoutes:
             log.error("the sessions cannot be kept: %s", error)
             message = "this server cannot keep sessions: its database cannot be used"
             raise DatabaseError(message) from None
+
+    @property
+    def are_on(self) -> bool:
+        """Whether there is to be a database."""
+        return self._url != NO_SESSIONS
+
+    async def call_store(
+        self, owner: str, method: str, *arguments: Any, is_begun: bool = False
+    ) -> Any:
+        """Call a method of the `SessionStore` in a thread; see `DatabaseThreads.call`."""
+        return await self._threads.call(
+            owner, self._call_store, method, *arguments, is_begun=is_begun
+        )
 
     async def begin(self, http: HttpRequest, body: dict[str, Any]) -> SessionTurn | None:
         """Put the session's messages before those of a chat's body, if it names a session.

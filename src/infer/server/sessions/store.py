@@ -38,6 +38,10 @@ CONNECT_S = 5
 """seconds for which a call waits for a database server, or for a free connection"""
 Message = dict[str, Any]
 """one message in OpenAI's format"""
+Item = dict[str, Any]
+"""one item of a response's conversation"""
+SESSION, RESPONSE = "sess-", "resp_"
+"""how the ids of sessions begin, and those of stored responses, which are rows like these"""
 
 _tables = sql.MetaData()
 _sessions = sql.Table(
@@ -91,6 +95,16 @@ class Begun(NamedTuple):
     messages: list[Message]
     num_bytes: int
     """size of the messages as JSON"""
+
+
+class StoredResponse(NamedTuple):
+    """A response, and the conversation that it is of."""
+
+    response: dict[str, Any]
+    before: list[Item]
+    """items before its request"""
+    asked: list[Item]
+    """those of its request"""
 
 
 class _Turns:
@@ -167,7 +181,7 @@ class SessionStore:
         """Make a session, which may begin with messages. Raises `HttpError` (429 or 413) if the
         owner's quota is used up, `UnprocessableError` for an invalid title."""
         _check_title(title)
-        session_id, now = f"sess-{secrets.token_hex(16)}", int(time.time())
+        session_id, now = f"{SESSION}{secrets.token_hex(16)}", int(time.time())
         row = {"id": session_id, "owner": owner, "title": title, "created": now, "updated": now}
         with self._transaction() as db:
             db.execute(sql.insert(_sessions).values(row))
@@ -178,7 +192,7 @@ class SessionStore:
 
     def all(self, owner: str) -> list[dict[str, Any]]:
         """The owner's sessions, the last used one first, at most `MAX_LISTED`."""
-        query = sql.select(_sessions).where(_sessions.c.owner == owner)
+        query = sql.select(_sessions).where(_sessions.c.owner == owner, _is_of(SESSION))
         query = query.order_by(_sessions.c.updated.desc(), _sessions.c.id).limit(MAX_LISTED)
         with self._transaction() as db:
             return [_shown(row._mapping) for row in db.execute(query)]
@@ -228,10 +242,7 @@ class SessionStore:
         """Delete a session; 404 like `read`."""
         with self._transaction() as db:
             _owned_session(db, owner, session_id)
-            db.execute(sql.delete(_messages).where(_messages.c.session == session_id))
-            db.execute(sql.delete(_sizes).where(_sizes.c.session == session_id))
-            db.execute(sql.delete(_leases).where(_leases.c.session == session_id))
-            db.execute(sql.delete(_sessions).where(_sessions.c.id == session_id))
+            _delete(db, session_id)
 
     def purge(self, owners: Collection[str]) -> int:
         """Delete the sessions of all owners but these and the one without a key (""); returns their
@@ -281,6 +292,41 @@ class SessionStore:
         except IntegrityError:  # another server has written a turn meanwhile
             raise busy() from None
 
+    # ---- stored responses: see `sessions.stored_responses`
+
+    def put_response(self, owner: str, stored: StoredResponse) -> None:
+        """Store a response; the owner's oldest ones make room for it. Raises `HttpError` (413 or
+        429) if there is none."""
+        response_id, now = stored.response["id"], int(time.time())
+        head = {"response": stored.response, "num_before": len(stored.before)}
+        rows = [head, *stored.before, *stored.asked]
+        num_bytes = sum(len(json.dumps(row)) for row in rows)
+        if num_bytes > MAX_SESSION_BYTES:
+            message = f"the response and its conversation have {num_bytes} bytes, and may have"
+            raise HttpError(413, f"{message} {MAX_SESSION_BYTES}", code="response_too_long")
+        row = {"id": response_id, "owner": owner, "title": "", "created": now, "updated": now}
+        with self._transaction() as db:
+            self._check_quota(db, owner, Quota(1, len(rows), num_bytes))
+            db.execute(sql.insert(_sessions).values(row))
+            db.execute(sql.insert(_sizes).values(session=response_id, messages=0, bytes=0))
+            _append(db, response_id, 0, rows)
+
+    def read_response(self, owner: str, response_id: str) -> tuple[StoredResponse, int] | None:
+        """A stored response and its size in bytes; None if the owner has no such one."""
+        with self._transaction() as db:
+            if not _owns(db, owner, response_id, RESPONSE):
+                return None
+            head, *items = _history(db, response_id)
+            num_before = head["num_before"]
+            found = StoredResponse(head["response"], items[:num_before], items[num_before:])
+            return found, _num_bytes(db, response_id)
+
+    def delete_response(self, owner: str, response_id: str) -> None:
+        """Delete a stored response, if the owner has it."""
+        with self._transaction() as db:
+            if _owns(db, owner, response_id, RESPONSE):
+                _delete(db, response_id)
+
     # ---- leases: only where several servers have the same sessions
 
     def lease(self, owner: str, session_id: str, turn: str) -> None:
@@ -309,22 +355,29 @@ class SessionStore:
             db.execute(sql.delete(_leases).where(_leases.c.turn == turn))
 
     def _check_quota(self, db: sql.Connection, owner: str, more: Quota | None = None) -> None:
-        """Raise `HttpError` (429 or 413) if an owner's sessions, with `more`, exceed the quota."""
-        used = sql.select(
-            sql.func.count(),
-            sql.func.coalesce(sql.func.sum(_sizes.c.messages), 0),
-            sql.func.coalesce(sql.func.sum(_sizes.c.bytes), 0),
-        ).where(_sizes.c.session == _sessions.c.id, _sessions.c.owner == owner)
-        row = db.execute(used).one()
-        wanted = Quota(*(int(a) + b for a, b in zip(row, more or Quota(0, 0, 0), strict=True)))
-        for name, most in self._quota._asdict().items():
-            if getattr(wanted, name) > most:
+        """Raise `HttpError` (429 or 413) if an owner's sessions, with `more`, exceed the quota. The
+        owner's oldest stored responses make room."""
+        while (name := self._exceeded(db, owner, more or Quota(0, 0, 0))) is not None:
+            if not _delete_oldest_response(db, owner):
+                most = getattr(self._quota, name)
                 status = 429 if name == "sessions" else 413
                 message = f"all sessions of this key together may have {most} {name}"
                 if name == "sessions":
                     message = f"this key may have {most} sessions"
                 message += "; DELETE /v1/sessions/ID makes room"
                 raise HttpError(status, message, code="session_quota_exceeded")
+
+    def _exceeded(self, db: sql.Connection, owner: str, more: Quota) -> str | None:
+        """What an owner would have too much of, with `more`."""
+        used = sql.select(
+            sql.func.count(),
+            sql.func.coalesce(sql.func.sum(_sizes.c.messages), 0),
+            sql.func.coalesce(sql.func.sum(_sizes.c.bytes), 0),
+        ).where(_sizes.c.session == _sessions.c.id, _sessions.c.owner == owner)
+        row = db.execute(used).one()
+        wanted = Quota(*(int(a) + b for a, b in zip(row, more, strict=True)))
+        exceeded = (n for n, most in self._quota._asdict().items() if getattr(wanted, n) > most)
+        return next(exceeded, None)
 
     def close(self) -> None:
         """Close all connections."""
@@ -343,14 +396,41 @@ def database_clock(db: sql.Connection) -> float:
     return (now if now.tzinfo else now.replace(tzinfo=UTC)).timestamp()
 
 
-def _owned_session(db: sql.Connection, owner: str, session_id: str) -> dict[str, Any]:
-    query = sql.select(_sessions).where(_sessions.c.id == session_id, _sessions.c.owner == owner)
+def _is_of(kind: str) -> sql.ColumnElement[bool]:
+    """Whether a row is of a session, or of a stored response."""
+    return _sessions.c.id.startswith(kind, autoescape=True)
+
+
+def _owns(db: sql.Connection, owner: str, name: str, kind: str) -> dict[str, Any] | None:
+    """The row of a session or a stored response, if the owner has it."""
+    query = sql.select(_sessions).where(_sessions.c.id == name, _sessions.c.owner == owner)
     # No id has a NUL, and some databases do not accept one in text.
-    row = None if "\0" in session_id else db.execute(query).first()
+    is_name = name.startswith(kind) and "\0" not in name
+    row = db.execute(query).first() if is_name else None
+    return None if row is None else dict(row._mapping)
+
+
+def _delete(db: sql.Connection, name: str) -> None:
+    for table in (_messages, _sizes, _leases):
+        db.execute(sql.delete(table).where(table.c.session == name))
+    db.execute(sql.delete(_sessions).where(_sessions.c.id == name))
+
+
+def _delete_oldest_response(db: sql.Connection, owner: str) -> bool:
+    """Make room; whether there was a stored response."""
+    oldest = sql.select(_sessions.c.id).where(_sessions.c.owner == owner, _is_of(RESPONSE))
+    name = db.scalar(oldest.order_by(_sessions.c.created, _sessions.c.id).limit(1))
+    if name is not None:
+        _delete(db, name)
+    return name is not None
+
+
+def _owned_session(db: sql.Connection, owner: str, session_id: str) -> dict[str, Any]:
+    row = _owns(db, owner, session_id, SESSION)
     if row is None:
         message = "there is no such session; POST /v1/sessions makes one"
         raise HttpError(404, message, code="session_not_found", param="session_id")
-    return dict(row._mapping)
+    return row
 
 
 def _history(db: sql.Connection, session_id: str) -> list[Message]:

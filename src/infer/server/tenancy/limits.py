@@ -25,6 +25,7 @@ from infer.server.observe.request_trace import RequestTrace
 from infer.server.tenancy.keys import ANYBODY, Key, Keys
 from infer.server.tenancy.limit_messages import LimitAsk
 from infer.server.tenancy.local_limits import LocalLimits
+from infer.server.tenancy.reader_places import ReaderPlaces
 from infer.types import Request
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
@@ -47,9 +48,10 @@ MAX_MINUTES = 4
 def costs(method: str, path: str) -> bool:
     """Whether a request counts against its key's limits; those that only read state, or end a
     request, do not."""
-    if path.startswith("/v1/requests"):
+    if path.startswith("/v1/requests") or path.endswith("/cancel"):
         return False
-    return method not in ("GET", "HEAD", "OPTIONS") or path.startswith("/v1/sessions")
+    is_read = method in ("GET", "HEAD", "OPTIONS")
+    return not is_read or path.startswith(("/v1/sessions", "/v1/responses/"))
 
 
 class Tenant:
@@ -59,6 +61,7 @@ class Tenant:
         """`limits`: who decides; default: this tenant alone."""
         self.key = key
         self._limits = limits or LocalLimits()
+        self.readers = ReaderPlaces()
         self._num_generating = 0
         requests, tokens = key.limits.requests_per_minute, key.limits.tokens_per_minute
         self._sizes = {"requests": requests or 0, "tokens": tokens or 0}

@@ -1,0 +1,47 @@
+"""The errors of Anthropic's API, made from OpenAI's, which all layers of the server write
+
+The standard library only: the server's port answers before the server is imported. `error_forms`
+changes what leaves the server.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+OVERLOADED = 529
+"""Anthropic's status of a server without room"""
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
+"""status → type of an error"""
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether answers at this path have Anthropic's form."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+def anthropic_error(
+    status: int, error: dict[str, Any], request_id: str = ""
+) -> tuple[int, dict[str, Any]]:
+    """(status, body) of an error; `error`: OpenAI's members of it."""
+    if status == 503 and error.get("type") == "overloaded_error":
+        status = OVERLOADED
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    fields = {"type": kind, "message": error["message"]}
+    return status, {"type": "error", "error": fields, "request_id": request_id or None}
+
+
+def reformed_body(status: int, data: bytes, request_id: str) -> tuple[int, bytes]:
+    """(status, body) of an error in Anthropic's form; `data`: its body in OpenAI's."""
+    status, fields = anthropic_error(status, json.loads(data)["error"], request_id)
+    return status, json.dumps(fields, separators=(",", ":")).encode()
