@@ -9,14 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from infer.cluster.engine_host import (
+from infer.replicas.engine_host import (
     MAX_QUEUED_BYTES,
     MISSING_S,
     CommandOrder,
     EngineHost,
     link_items,
 )
-from infer.cluster.link_messages import (
+from infer.replicas.fleet import Fleet
+from infer.replicas.link_messages import (
     LinkAbandon,
     LinkAdd,
     LinkBeat,
@@ -26,9 +27,8 @@ from infer.cluster.link_messages import (
     decode_events,
     encode,
 )
-from infer.cluster.remote_member import RemoteMember
-from infer.engine.fleet.fleet import Fleet
-from infer.engine.fleet.routing import PrefixRouter
+from infer.replicas.remote_member import RemoteMember
+from infer.replicas.routing import PrefixRouter
 from infer.types import Request, SamplingParams, TokenLogprobs
 from infer.types.step_events import StepEvents
 from tests.support.checkpoints import VOCAB_SIZE

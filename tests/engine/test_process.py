@@ -21,8 +21,9 @@ import pytest
 from infer import EngineConfig, FinishReason, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.commands import Abort, Add, Command, Reset, Stop
-from infer.engine.process.launch import launch
-from infer.engine.process.messages import (
+from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
+from infer.replicas.launch import launch
+from infer.replicas.messages import (
     Begin,
     Commands,
     ComputingAlone,
@@ -44,8 +45,7 @@ from infer.engine.process.messages import (
     encode,
     reports,
 )
-from infer.engine.process.supervisor import EngineProcess
-from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
+from infer.replicas.supervisor import EngineProcess
 from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Request, Sampling, StepOutput, TokenLogprobs
 from infer.types.engine_limits import EngineLimits
@@ -343,9 +343,7 @@ def test_what_keeps_an_engine_from_starting(
 
 def children() -> list[int]:
     text = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text(encoding="utf-8")
-    return [
-        int(pid) for pid in text.split() if "infer.engine.process.child" in command_of(int(pid))
-    ]
+    return [int(pid) for pid in text.split() if "infer.replicas.child" in command_of(int(pid))]
 
 
 def command_of(pid: int) -> str:
@@ -401,7 +399,7 @@ def test_the_process_dies_with_its_parent_and_the_parent_has_no_torch(step_s: st
         assert process.stdout is not None
         pid, has_torch = process.stdout.readline().split()
         assert has_torch == "False"
-        assert "infer.engine.process.child" in command_of(int(pid))
+        assert "infer.replicas.child" in command_of(int(pid))
         process.kill()
     deadline_s = time.monotonic() + 5
     while command_of(int(pid)):

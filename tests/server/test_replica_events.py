@@ -14,7 +14,7 @@ from rich.console import Console
 from infer.cli.engine_state import EngineState
 from infer.cli.explain import write
 from infer.engine.client.step_frames import MAX_STEPS, FrameBuilder, FrameWriter, StepRow
-from infer.engine.process.launch import FleetSettings
+from infer.replicas.launch import FleetSettings
 from infer.requests.state import FoldedStep
 from infer.server.http.context import RequestContext
 from infer.server.observe.request_trace import MAX_REPLICAS, RequestTrace

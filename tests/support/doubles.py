@@ -25,10 +25,10 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.engine.client.mailbox import MailboxLimits
 from infer.engine.core import EngineCore
-from infer.engine.fleet.fleet import Fleet
 from infer.engine.loop import Blueprint, EngineThread
-from infer.engine.process.launch import launch_factory
-from infer.engine.process.supervisor import EngineProcess
+from infer.replicas.fleet import Fleet
+from infer.replicas.launch import launch_factory
+from infer.replicas.supervisor import EngineProcess
 from infer.schedule.drafting import Drafter
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler

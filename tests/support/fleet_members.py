@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from infer.engine.core import EngineCore
-from infer.engine.fleet.member import Loss, MemberListener
 from infer.errors import RequestError
+from infer.replicas.member import Loss, MemberListener
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_stats import EngineCounters, EngineStats
 from infer.types.fingerprint import Fingerprint

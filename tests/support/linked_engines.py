@@ -10,9 +10,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from infer.cluster.engine_host import EngineHost
-from infer.cluster.link_messages import Description
-from infer.cluster.remote_member import LinkBrokenError, RemoteMember
+from infer.replicas.engine_host import EngineHost
+from infer.replicas.link_messages import Description
+from infer.replicas.remote_member import LinkBrokenError, RemoteMember
 from tests.support.fleet_members import HashMember
 
 

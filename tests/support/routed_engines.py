@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from infer.engine.core import EngineCore
-from infer.engine.fleet.router import MemberLoad, Router
+from infer.replicas.router import MemberLoad, Router
 from infer.types import Request, StepOutput
 from tests.support.doubles import limits_of, make_hash_core
 

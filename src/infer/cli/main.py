@@ -23,7 +23,7 @@ from infer.readable_text import readable
 from infer.version import VERSION
 
 if TYPE_CHECKING:
-    from infer.engine.process.spawned import EarlyProcess
+    from infer.replicas.spawned import EarlyProcess
     from infer.types import SamplingParams
 
 NO_WINDOWS = (

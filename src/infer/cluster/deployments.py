@@ -27,22 +27,22 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.exceptions import RayServeException
 
 from infer.cluster.cluster_settings import AllSettings, ClusterSettings, engine_settings
-from infer.cluster.engine_host import CommandOrder, EngineHost, link_items
 from infer.cluster.front_identity import new_front_name, seed_of_front
 from infer.cluster.front_relay import RelayedPeers
-from infer.cluster.link_messages import BEAT_S, Description, decode_description, encode
 from infer.cluster.ray_version import check_version, warn_without_haproxy
-from infer.cluster.remote_member import LinkBrokenError, RemoteMember
-from infer.cluster.scaling import EngineLoad, engines_wanted
+from infer.cluster.scaling import engines_wanted
 from infer.cluster.shared_fronts import SharedFronts
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
-from infer.engine.fleet.fleet import Fleet, fleet_limits
-from infer.engine.fleet.routing import make_router
-from infer.engine.process.messages import Text
-from infer.engine.process.standby import Standby
-from infer.engine.process.supervisor import EngineProcess
 from infer.errors import ConfigError
+from infer.replicas.engine_host import CommandOrder, EngineHost, EngineLoad, link_items
+from infer.replicas.fleet import Fleet, fleet_limits
+from infer.replicas.link_messages import BEAT_S, Description, decode_description, encode
+from infer.replicas.messages import Text
+from infer.replicas.remote_member import LinkBrokenError, RemoteMember
+from infer.replicas.routing import make_router
+from infer.replicas.standby import Standby
+from infer.replicas.supervisor import EngineProcess
 from infer.server.app import create_app
 from infer.server.fronts import SeveralFronts
 from infer.server.tenancy.front_limits import FrontLimits

@@ -35,7 +35,7 @@ class Reset(msgspec.Struct, frozen=True, array_like=True, tag="reset"):
     """End all requests now; nobody waits for them here any more."""
 
     life: int
-    """number of the life of the engine that ends; see `engine.fleet.member`"""
+    """number of the life of the engine that ends; see `replicas.member`"""
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):

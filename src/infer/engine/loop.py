@@ -2,7 +2,7 @@
 
 Commands go in through a queue and are applied between steps; outputs come back as one list per
 step. Nothing else is shared. `EngineThread` is the `EngineClient` of tests and programs; under
-`infer serve` the loop runs in `engine.process.child`. An exception that leaves the loop ends the
+`infer serve` the loop runs in `replicas.child`. An exception that leaves the loop ends the
 engine, and the `died` callback is called.
 """
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
-from infer.engine.client.engine_client import HEARTBEAT_S, SOFT_LIMIT_S, Deliver
 from infer.engine.commands import Abort, Add, Command, FollowPages, Reset, Stop
 from infer.engine.core import EngineCore
+from infer.engine.engine_client import HEARTBEAT_S, SOFT_LIMIT_S, Deliver
 from infer.errors import RequestError
 from infer.text.checkpoint_text import TextFiles
 from infer.threads import BackgroundThread

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from infer import SamplingParams
-from infer.engine.fleet.fleet import RETURN_S, Fleet, fleet_limits
-from infer.engine.fleet.journal import RequestJournal
-from infer.engine.fleet.member import Loss
-from infer.engine.fleet.router import MemberLoad
-from infer.engine.fleet.routing import Routing, make_router
-from infer.engine.process.blame import MAX_FROM_OUTSIDE
+from infer.replicas.blame import MAX_FROM_OUTSIDE
+from infer.replicas.fleet import RETURN_S, Fleet, fleet_limits
+from infer.replicas.journal import RequestJournal
+from infer.replicas.member import Loss
+from infer.replicas.router import MemberLoad
+from infer.replicas.routing import Routing, make_router
 from infer.schedule.sequence import Plan, Sampled
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_limits import EngineLimits

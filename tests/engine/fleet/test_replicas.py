@@ -16,8 +16,8 @@ import pytest
 
 from infer import SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.process.launch import FleetSettings
-from infer.engine.process.supervisor import EngineProcess
+from infer.replicas.launch import FleetSettings
+from infer.replicas.supervisor import EngineProcess
 from infer.types import Request, TokenLogprobs
 from tests.support.cases import timed
 from tests.support.checkpoints import VOCAB_SIZE

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-import infer.engine.fleet.routing as routing
-from infer.engine.fleet.fleet import Fleet
-from infer.engine.fleet.router import MemberLoad, Router
-from infer.engine.fleet.routing import KnownMember, PageView, PrefixRouter, Routing, make_router
+import infer.replicas.routing as routing
+from infer.replicas.fleet import Fleet
+from infer.replicas.router import MemberLoad, Router
+from infer.replicas.routing import KnownMember, PageView, PrefixRouter, Routing, make_router
 from infer.schedule.index_changes import chain
 from infer.types import Request, SamplingParams
 from infer.types.page_changes import PageChanges

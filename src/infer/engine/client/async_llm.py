@@ -20,10 +20,10 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
-from infer.engine.client.engine_client import EngineClient
 from infer.engine.client.input import InputProcessor
 from infer.engine.client.mailbox import Mailbox, MailboxLimits, OpenRequest
 from infer.engine.client.output import OutputProcessor, collected
+from infer.engine.engine_client import EngineClient
 from infer.errors import (
     CancelledError,
     EngineDeadError,

@@ -17,7 +17,8 @@ from typing import Protocol, assert_never
 
 import msgspec
 
-from infer.cluster.link_messages import (
+from infer.engine.engine_client import SOFT_LIMIT_S
+from infer.replicas.link_messages import (
     BEAT_S,
     Description,
     LinkAbandon,
@@ -36,8 +37,7 @@ from infer.cluster.link_messages import (
     decode_events,
     encode,
 )
-from infer.engine.client.engine_client import SOFT_LIMIT_S
-from infer.engine.fleet.member import Loss, MemberListener
+from infer.replicas.member import Loss, MemberListener
 from infer.threads import BackgroundThread
 from infer.types import FinishReason, Request
 from infer.types.engine_limits import EngineLimits

@@ -1,7 +1,7 @@
 """`EngineClient`: the interface of an engine for the asyncio façade
 
 It has two implementations: `engine.loop.EngineThread` for tests and programs, and
-`engine.fleet.fleet.Fleet` for `infer serve`.
+`replicas.fleet.Fleet` for `infer serve`.
 """
 
 from __future__ import annotations

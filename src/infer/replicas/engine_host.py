@@ -14,10 +14,11 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 
 import msgspec
 
-from infer.cluster.link_messages import (
+from infer.replicas.link_messages import (
     LinkAbandon,
     LinkAbort,
     LinkAdd,
@@ -34,9 +35,8 @@ from infer.cluster.link_messages import (
     decode_commands,
     encode,
 )
-from infer.cluster.scaling import EngineLoad
-from infer.engine.fleet.member import Loss, Member
-from infer.engine.fleet.router import MemberLoad
+from infer.replicas.member import Loss, Member
+from infer.replicas.router import MemberLoad
 from infer.types import StepOutput
 from infer.types.step_events import ForeignLoad, StepEvents
 
@@ -54,6 +54,19 @@ milliseconds of CPU for each. Where steps take longer, nothing waits"""
 SILENT_S = 2.5
 """seconds without a sign of the engine's process, which gives one every `HEARTBEAT_S`, after which
 no life of a link begins"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What one engine has to do."""
+
+    num_waiting_tokens: float = 0.0
+    """prompt tokens of requests without a seat"""
+    prompt_tokens_per_s: float = 0.0
+    """measured; 0 where nothing has been measured"""
+    num_unfinished: float = 0.0
+    """requests with or without a seat"""
+    num_seats: float = 1.0
 
 
 class FrontLink:

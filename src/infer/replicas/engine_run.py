@@ -23,10 +23,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import infer.engine.process.messages as messages
-from infer.engine.client.engine_client import HEARTBEAT_S, SOFT_LIMIT_S
+import infer.replicas.messages as messages
 from infer.engine.commands import Add, Command
-from infer.engine.process.spawned import Spawned
+from infer.engine.engine_client import HEARTBEAT_S, SOFT_LIMIT_S
+from infer.replicas.spawned import Spawned
 
 log = logging.getLogger(__name__)
 

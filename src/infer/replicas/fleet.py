@@ -10,7 +10,7 @@ been silent for `link_timeout_s`, and others are ready: the fleet abandons the l
 drains and its time is over: what it has left moves, and no request is a suspect for that. What
 comes from a life that has ended is ignored. After a crash a request begins in a step of its own,
 whichever member computes it, and one that is alone in a second crash is given up
-(`engine.process.blame`): a request takes two members with it at most.
+(`replicas.blame`): a request takes two members with it at most.
 
 Tokens are the same wherever a stream goes on if both engines compute the same bits, so members with
 equal `Fingerprint`s are taken first. `moved_streams` says what happens where there is none: "any"
@@ -33,11 +33,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from infer.engine.client.engine_client import Deliver
-from infer.engine.fleet.journal import RequestJournal
-from infer.engine.fleet.member import Loss, Member
-from infer.engine.fleet.router import LeastRouter, MemberLoad, Router, num_tokens_of
+from infer.engine.engine_client import Deliver
 from infer.errors import EngineDeadError, MovedStreamError
+from infer.replicas.journal import RequestJournal
+from infer.replicas.member import Loss, Member
+from infer.replicas.router import LeastRouter, MemberLoad, Router, num_tokens_of
 from infer.threads import BackgroundThread
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_limits import EngineLimits

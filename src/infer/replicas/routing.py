@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
-from infer.engine.fleet.router import LeastRouter, MemberLoad, Router, num_tokens_of
+from infer.replicas.router import LeastRouter, MemberLoad, Router, num_tokens_of
 from infer.schedule.index_changes import chain
 from infer.types import Request, StepOutput
 from infer.types.page_changes import HASH_BYTES, PageChanges

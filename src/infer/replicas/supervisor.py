@@ -18,17 +18,17 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, assert_never
 
-import infer.engine.process.messages as messages
-from infer.engine.client.engine_client import SOFT_LIMIT_S
+import infer.replicas.messages as messages
 from infer.engine.commands import Abort, Add, FollowPages, Reset, Stop
-from infer.engine.fleet.member import Loss, MemberListener
-from infer.engine.process.blame import was_from_outside
-from infer.engine.process.engine_run import STOP_S, EngineRun
-from infer.engine.process.spawned import Spawned
-from infer.engine.process.standby import Standby
-from infer.engine.process.supervisor_state import Lifecycle, SupervisorState
+from infer.engine.engine_client import SOFT_LIMIT_S
 from infer.errors import LoadError
 from infer.log_fields import LOG_FIELDS
+from infer.replicas.blame import was_from_outside
+from infer.replicas.engine_run import STOP_S, EngineRun
+from infer.replicas.member import Loss, MemberListener
+from infer.replicas.spawned import Spawned
+from infer.replicas.standby import Standby
+from infer.replicas.supervisor_state import Lifecycle, SupervisorState
 from infer.threads import BackgroundThread
 from infer.types import FinishReason, Request
 from infer.types.engine_limits import EngineLimits

@@ -1,7 +1,7 @@
 """The engine process: builds an engine from `Begin`, and runs it until its parent has gone.
 
-`python -m infer.engine.process.child FD PARENT STACKS IMPORTS` is started by
-`engine.process.spawned` with one end of a socket pair, a file for the stacks of its threads, and
+`python -m infer.replicas.child FD PARENT STACKS IMPORTS` is started by
+`replicas.spawned` with one end of a socket pair, a file for the stacks of its threads, and
 the module that it imports before it reads what it is to do, or nothing. Commands are read by a
 thread of their own, so that the end of the parent is seen at once, whatever a step is doing. The
 process ignores the signals that a terminal or process manager sends to the whole group: its parent
@@ -31,10 +31,10 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 
-import infer.engine.process.messages as messages
+import infer.replicas.messages as messages
 from infer.engine.build.server_memory import ENGINE_NAME
-from infer.engine.client.engine_client import HEARTBEAT_S
 from infer.engine.commands import Command
+from infer.engine.engine_client import HEARTBEAT_S
 from infer.engine.loop import Blueprint, EngineLoop, freeze_heap
 from infer.errors import LoadError
 from infer.main_memory import return_freed_memory

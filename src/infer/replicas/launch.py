@@ -18,14 +18,14 @@ from infer.config import EngineConfig
 from infer.engine.build.machine_share import shares_of
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor, log_defaults, log_tool_use
-from infer.engine.fleet.fleet import LINK_TIMEOUT_S, Fleet, MovedStreams, fleet_limits
-from infer.engine.fleet.member import Member
-from infer.engine.fleet.routing import Routing, make_router
-from infer.engine.process.messages import Text
-from infer.engine.process.spawned import FACTORY, EarlyProcess
-from infer.engine.process.standby import Standby
-from infer.engine.process.supervisor import HANG_S, LOAD_TIMEOUT_S, EngineProcess
 from infer.errors import LoadError
+from infer.replicas.fleet import LINK_TIMEOUT_S, Fleet, MovedStreams, fleet_limits
+from infer.replicas.member import Member
+from infer.replicas.messages import Text
+from infer.replicas.routing import Routing, make_router
+from infer.replicas.spawned import FACTORY, EarlyProcess
+from infer.replicas.standby import Standby
+from infer.replicas.supervisor import HANG_S, LOAD_TIMEOUT_S, EngineProcess
 from infer.text.tokenizer import Tokenizer
 
 
