@@ -90,22 +90,25 @@ LEVELS = (
     Level("engine.build.assemble", "the composition root"),
     Level("engine.llm", "the blocking façade"),
     Level(
-        "replicas.blame replicas.spawned replicas.supervisor_state replicas.member"
-        " replicas.router replicas.messages replicas.link_messages",
+        "replicas.blame replicas.spawned replicas.supervisor_state replicas.router"
+        " replicas.messages",
         "who is a suspect after a crash; a process that is to be an engine; the states of a"
-        " supervisor; one engine of several, and who gets a request; what is said to engines",
+        " supervisor; who gets a request; what is said between clients and engines",
     ),
     Level(
-        "replicas.journal replicas.routing replicas.child replicas.engine_run",
+        "replicas.journal replicas.routing replicas.child replicas.engine_run replicas.contract",
         "what each request has received; where the pages are; the engine process, from inside and"
-        " from outside",
+        " from outside; what a fleet may rely on",
     ),
     Level(
-        "replicas.standby replicas.engine_host replicas.remote_member replicas.fleet",
-        "a process that becomes the next engine; the two ends of a link between machines; several"
-        " engines as one",
+        "replicas.standby replicas.replica replicas.fleet replicas.host",
+        "a process that becomes the next engine; an engine that may die and come back; several as"
+        " one, and one for several",
     ),
-    Level("replicas.supervisor", "an engine process that is started again"),
+    Level(
+        "replicas.process_transport replicas.link_transport",
+        "what carries the conversation with an engine",
+    ),
     Level("replicas.launch", "an `AsyncLLM` over engine processes"),
     Level("server.http", "connections, bodies, errors, the context of a request"),
     Level("server.observe server.ui", "traces, metrics, logs, spans; the page for browsers"),
@@ -120,7 +123,10 @@ LEVELS = (
         " cluster.front_identity cluster.front_relay",
         "what a front is, and how many engines there are to be",
     ),
-    Level("cluster.shared_fronts", "what the fronts of a cluster share"),
+    Level(
+        "cluster.shared_fronts cluster.ordered_stream",
+        "what the fronts of a cluster share; Ray's calls and streams as one stream",
+    ),
     Level("cluster.deployments", "the deployments of Ray Serve"),
     Level("cluster", "engines on several machines under one address"),
     Level("cli", "the terminal"),

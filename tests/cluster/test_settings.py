@@ -15,7 +15,7 @@ from infer.cluster.ray_version import check_version, warn_without_haproxy
 from infer.cluster.scaling import engines_wanted
 from infer.config import EngineConfig
 from infer.errors import ConfigError
-from infer.replicas.engine_host import EngineLoad
+from infer.replicas.host import EngineLoad
 
 
 def test_strings_become_what_the_settings_are() -> None:

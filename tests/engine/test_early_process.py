@@ -14,8 +14,8 @@ from infer.engine.build import assemble
 from infer.engine.build.checkpoint import Checkpoint, text_of
 from infer.replicas.engine_run import EngineRun
 from infer.replicas.messages import Begin, HasBegun
+from infer.replicas.process_transport import ProcessTransport
 from infer.replicas.spawned import EarlyProcess, Spawned
-from infer.replicas.supervisor import EngineProcess
 from infer.text.checkpoint_text import TextFiles
 
 FACTORY = "tests.support.doubles:hash_blueprint"
@@ -27,7 +27,7 @@ def test_the_first_engine_takes_it() -> None:
         assert spawned is not None
         assert early.take() is None
     assert spawned.popen.poll() is None
-    process = EngineProcess(FACTORY, {}, spawned=spawned)
+    process = ProcessTransport(FACTORY, {}, spawned=spawned)
     process.launch(lambda text: None)
     try:
         assert process.pid == spawned.popen.pid

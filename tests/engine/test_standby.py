@@ -20,7 +20,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.replicas.child import STANDBY_NAME
 from infer.replicas.standby import ENDS_BELOW, Standby
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import launch_hash_llm, pid_of, process_of, solo
+from tests.support.doubles import launch_hash_llm, pid_of, process_id, replica_of, solo
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "tests.support.doubles:hash_blueprint"
@@ -208,7 +208,7 @@ def test_several_engines_share_one_and_outlive_each_other(standby: Standby) -> N
             await llm.start()
             pid = await prepared(standby)
             kill(pid_of(other))
-            await until(lambda: process_of(other).pid == pid)
+            await until(lambda: process_id(replica_of(other)) == pid)
             await llm.close()
             await survives(other, lambda: None)
             assert pid_of(other) == pid

@@ -19,7 +19,7 @@ from infer.requests.state import FoldedStep
 from infer.server.http.context import RequestContext
 from infer.server.observe.request_trace import MAX_REPLICAS, RequestTrace
 from infer.types.step_events import StepEvents
-from tests.support.doubles import launch_hash_llm, processes_of
+from tests.support.doubles import launch_hash_llm, process_id, replicas_of
 from tests.support.engine_watcher import Watcher, entries_of, watching
 from tests.support.serving import COMPLETIONS, App, completion_body, serving
 
@@ -74,7 +74,7 @@ def rows_of(frames: list[dict[str, Any]]) -> dict[str, list[tuple[float, float, 
     return found
 
 
-def replicas_of(watcher: Watcher) -> list[dict[str, Any]]:
+def gauges_of(watcher: Watcher) -> list[dict[str, Any]]:
     return [frame["gauges"]["replicas"] for frame in watcher.frames if "gauges" in frame]
 
 
@@ -87,15 +87,15 @@ async def end_one(app: App, watcher: Watcher) -> list[str]:
         replicas = late.frames[0]["requests"]["replica"]
         assert len(replicas) == 8
         assert set(replicas) == set(NAMES)
-    pid = processes_of(app.engine)[0].pid
+    pid = process_id(replicas_of(app.engine)[0])
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     replies = await asyncio.gather(*asking)
     assert {reply.status for reply in replies} == {200}
     await watcher.until(
         lambda: (
-            replicas_of(watcher)[-1]["replica-1"]["ready"]
-            and replicas_of(watcher)[-1]["replica-1"]["restarts"] == 1
+            gauges_of(watcher)[-1]["replica-1"]["ready"]
+            and gauges_of(watcher)[-1]["replica-1"]["restarts"] == 1
         )
     )
     assert (await app.post(COMPLETIONS, body)).status == 200
@@ -127,7 +127,7 @@ def check_events(watcher: Watcher) -> None:
 
 
 def check_gauges(watcher: Watcher) -> None:
-    told = replicas_of(watcher)
+    told = gauges_of(watcher)
     assert all(list(each) == NAMES for each in told)
     ready = [each["replica-1"]["ready"] for each in told]
     assert [is_ready for is_ready, _ in itertools.groupby(ready)] == [True, False, True]

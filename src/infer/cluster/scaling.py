@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from infer.replicas.engine_host import EngineLoad
+from infer.replicas.host import EngineLoad
 
 SEATS_IN_USE = 0.8
 """share of the seats that may be in use before there is to be one more engine"""

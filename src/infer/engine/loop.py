@@ -72,10 +72,10 @@ class EngineLoop:
         core: EngineCore,
         send: Deliver,
         commands: queue.SimpleQueue[Command],
-        on_reset: Callable[[int], None] = lambda life: None,
+        on_reset: Callable[[], None] = lambda: None,
     ) -> None:
         """`send` is called after each step, and with an empty list every `HEARTBEAT_S` while
-        idle. `on_reset` is called with the life that a `Reset` has ended."""
+        idle. `on_reset` is called when a `Reset` has ended all requests."""
         self._on_reset = on_reset
         self._commands = commands
         self._core = core
@@ -118,10 +118,10 @@ class EngineLoop:
             case FollowPages():
                 self._core.follow_pages()
                 return True
-            case Reset(life):
+            case Reset():
                 self._core.abort_all()
                 self._refused.clear()
-                self._on_reset(life)
+                self._on_reset()
                 return True
             case Stop():
                 return False
