@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from infer.cluster.ordered_stream import MISSING_S, CommandOrder, link_items
-from infer.engine.commands import Add, Command, Reset
+from infer.engine.commands import Add, Command, Reset, Stop
 from infer.replicas.fleet import Fleet
 from infer.replicas.host import MAX_QUEUED_BYTES, ReplicaHost
 from infer.replicas.messages import (
@@ -227,6 +227,34 @@ def test_commands_for_an_earlier_link_are_ignored() -> None:
     assert host.num_unfinished == 0
     host.command("front", told(2, Add(request("now", dice))))
     assert host.num_unfinished == 1
+
+
+def test_a_front_cannot_stop_an_engine_that_serves_others() -> None:
+    replica, host = host_with_link()
+    for name in ("front", "other"):
+        host.attach(name, lambda: None)
+    host.command("front", told(1, Stop()))
+    host.command("other", told(2, Add(request("r", random.Random(9)))))
+    assert host.num_unfinished == 1
+    assert replica.is_alive
+
+
+def test_the_bytes_of_a_link_may_be_cut_anywhere() -> None:
+    engine = LinkedEngine("engine")
+
+    class Cutting(Wire):
+        def connect(self) -> Iterator[bytes]:
+            for item in super().connect():
+                yield from (item[i : i + 7] for i in range(0, len(item), 7))
+
+    caller, fleet = Caller(), Fleet([over(Cutting(engine, "front"))])
+    fleet.start(caller.deliver, caller.died)
+    wanted = request("r", random.Random(11))
+    fleet.add(wanted)
+    wait_until(lambda: "r" in caller.ends)
+    assert caller.tokens["r"] == solo(wanted, VOCAB_SIZE)
+    fleet.stop()
+    engine.stop()
 
 
 def test_commands_are_obeyed_in_the_order_in_which_they_were_sent() -> None:
