@@ -172,7 +172,7 @@ def test_a_link_that_is_not_read_is_dropped_and_the_engine_goes_on() -> None:
     replica, host = host_with_link()
     slow = host.attach("slow", lambda: None)
     host.command("slow", told(1, Add(request("r", random.Random(3), 400))))
-    big = StepEvents(1, 0.0, 0.0, 1, member="x" * (MAX_QUEUED_BYTES // 20))
+    big = StepEvents(1, 0.0, 0.0, 1, replica="x" * (MAX_QUEUED_BYTES // 20))
     for _ in range(25):
         host.reported(replica, 1, [], big)
     assert slow.is_closed

@@ -33,20 +33,20 @@ def test_steps_of_two_engines_are_never_one_row() -> None:
         name = NAMES[index % 3 > 0]  # one of them is twice as fast
         numbers[name] += 1
         number = numbers[name]
-        step = StepEvents(number, index, index + 1.5, 1, (), number, 7, member=name)
+        step = StepEvents(number, index, index + 1.5, 1, (), number, 7, replica=name)
         builder.stepped(FoldedStep(step, step.ended_s))
     [frame] = builder.take()
     assert len(frame.rows) <= MAX_STEPS
     assert frame.num_steps == 5 * MAX_STEPS
     for name in NAMES:
-        rows = [row for row in frame.rows if row.member == name]
+        rows = [row for row in frame.rows if row.replica == name]
         assert sum(row.num_steps for row in rows) == rows[-1].number == numbers[name]
         # The number is that of the last step of the row, and the pages are those after it.
         so_far = list(itertools.accumulate(row.num_steps for row in rows))
         assert so_far == [row.number for row in rows] == [row.num_free_pages for row in rows]
     steps = FrameWriter(0.0, lambda facts: True).fields(frame, 0.0)["steps"]
     told = list(zip(steps["replica"], steps["number"], strict=True))
-    assert told == [(row.member, row.number) for row in frame.rows]
+    assert told == [(row.replica, row.number) for row in frame.rows]
 
 
 def test_rows_of_one_engine_are_merged_as_neighbours() -> None:
@@ -143,7 +143,7 @@ def check_state(watcher: Watcher) -> None:
     state, most = EngineState(), 0
     for kind, fields in watcher.events:
         state.take(kind, fields)
-        seats = [(each.state.member, each.seat) for each in state.requests.values()]
+        seats = [(each.state.replica, each.seat) for each in state.requests.values()]
         taken = [seat for seat in seats if seat[1] is not None]
         assert len(set(taken)) == len(taken)
         most = max(most, len(taken))

@@ -292,7 +292,7 @@ def test_a_flood_beside_a_key_with_single_requests(
             22,
             "noisy neighbour",
             f"{num_flood} requests of one key always open, single ones of another; 8 seats, hash"
-            f" model, {len(app.engine.stats_of_members()) or 1} engine(s)",
+            f" model, {len(app.engine.stats_of_replicas()) or 1} engine(s)",
             **{
                 "first token of the quiet key, alone, p50 and longest [steps]": (
                     round(statistics.median(alone), 1),

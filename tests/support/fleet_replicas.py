@@ -194,7 +194,7 @@ class Caller:
             if output.token_id is not None:
                 self.tokens[name].append(output.token_id)
                 if step_events is not None:
-                    self.replicas[name].add(step_events.member)
+                    self.replicas[name].add(step_events.replica)
             if output.finish_reason is not None:
                 self.ends[name] = output
 

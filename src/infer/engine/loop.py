@@ -198,11 +198,11 @@ class EngineThread:
         """See `EngineClient`. Each number is exact, but two of them may be from different steps."""
         return self.core.stats()
 
-    def stats_of_members(self) -> dict[str, EngineStats]:
+    def stats_of_replicas(self) -> dict[str, EngineStats]:
         """See `EngineClient`."""
         return {}
 
-    def ready_members(self) -> frozenset[str]:
+    def ready_replicas(self) -> frozenset[str]:
         """See `EngineClient`."""
         return frozenset()
 

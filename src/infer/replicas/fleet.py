@@ -246,12 +246,12 @@ class Fleet:
             )
         return total([each.stats() for each in self.replicas.values()], own.plus(counts.departed))
 
-    def stats_of_members(self) -> dict[str, EngineStats]:
+    def stats_of_replicas(self) -> dict[str, EngineStats]:
         """See `EngineClient`."""
         replicas = self.replicas if self._has_names else {}
         return {name: replica.stats() for name, replica in replicas.items()}
 
-    def ready_members(self) -> frozenset[str]:
+    def ready_replicas(self) -> frozenset[str]:
         """See `EngineClient`."""
         slots = list(self._slots.items()) if self._has_names else []
         return frozenset(name for name, slot in slots if self._is_serving(slot))
@@ -290,7 +290,7 @@ class Fleet:
             if step_events is not None:
                 held.load.stepped(step_events)
                 if self._has_names:
-                    step_events = msgspec.structs.replace(step_events, member=replica.name)
+                    step_events = msgspec.structs.replace(step_events, replica=replica.name)
             step = self._journal.record(outputs, held) if outputs else []
             self._router.reported(held.load, step, step_events)
             for output in step:

@@ -487,7 +487,7 @@ def test_the_journal_takes_tokens_from_the_holder_only() -> None:
 OTHER = Fingerprint(model="model", numbers="other")
 
 
-def test_streams_go_to_equal_members_first() -> None:
+def test_streams_go_to_equal_replicas_first() -> None:
     a, b, c = of("a", "b", "c")
     b.fingerprint = OTHER
     fleet, caller = started(a, b, c)
@@ -627,7 +627,7 @@ def test_a_load_follows_its_requests_to_the_end() -> None:
     assert (load.num_waiting_tokens, load.num_unfinished, load.has_room(50)) == (0, 0, True)
 
 
-def test_stats_are_summed_over_members_and_go_on_after_they_leave() -> None:
+def test_stats_are_summed_over_replicas_and_go_on_after_they_leave() -> None:
     a, b = of("a", "b")
     fleet, _ = started(a, b)
     a.die(from_outside=True)
@@ -636,7 +636,7 @@ def test_stats_are_summed_over_members_and_go_on_after_they_leave() -> None:
     assert fleet.stats().counters.num_restarts == 2
     fleet.leave("a")
     assert fleet.stats().counters.num_restarts == 2
-    assert Counter(fleet.stats_of_members().keys()) == Counter("b")
+    assert Counter(fleet.stats_of_replicas().keys()) == Counter("b")
     fleet.stop()
 
 

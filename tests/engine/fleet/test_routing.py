@@ -286,7 +286,7 @@ def test_old_pages_count_until_the_new_ones_are_complete() -> None:
     assert not view.is_stale
 
 
-def test_a_fleet_tells_its_router_which_pages_its_members_have() -> None:
+def test_a_fleet_tells_its_router_which_pages_its_replicas_have() -> None:
     """Four conversations, two engines: each second turn goes where the first one was computed."""
     replicas = [HashReplica(f"m{i}", max_batch_size=8) for i in range(2)]
     caller = Caller()
