@@ -25,7 +25,7 @@ from infer.engine.build.assemble import prepare
 from infer.engine.commands import Command, Stop
 from infer.engine.core import EngineCore
 from infer.engine.loop import EngineLoop, freeze_heap
-from infer.engine.process import messages
+from infer.replicas import messages
 from infer.runner.plain_rows import PlainRows
 from infer.types import Request, SamplingParams, StepOutput
 

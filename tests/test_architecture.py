@@ -61,48 +61,55 @@ LEVELS = (
         " over pages",
     ),
     Level(
-        "runner engine.process.blame engine.process.spawned engine.process.supervisor_state"
-        " engine.client.engine_client engine.build.processors",
-        "a plan becomes tensors, and logits become tokens; who is a suspect after a crash, a"
-        " process that is to be an engine, the states of a supervisor, an engine as its façade sees"
-        " it; the machine's processors",
+        "runner engine.engine_client engine.build.processors",
+        "a plan becomes tensors, and logits become tokens; an engine as its façade sees it; the"
+        " machine's processors",
     ),
     Level(
         "engine.core engine.memory_keeper engine.client.input engine.client.output"
-        " engine.fleet.journal engine.commands engine.build.checkpoint engine.build.hardware"
-        " engine.build.exactness"
-        " engine.fleet.member engine.fleet.router engine.build.machine_share"
-        " engine.build.server_memory",
+        " engine.commands engine.build.checkpoint engine.build.hardware"
+        " engine.build.exactness engine.build.machine_share engine.build.server_memory",
         "scheduler and runner in one step; what gives memory back; prompts in, text out; commands;"
-        " what each request has received; what is on the disk and in the machine; what number"
-        " formats cost; an engine of"
-        " several, who gets a request, the part of the machine of each, and what processes need",
+        " what is on the disk and in the machine; what number formats cost; the part of the"
+        " machine of each engine, and what processes need",
     ),
     Level(
         "engine.loop engine.client.mailbox engine.client.step_lines engine.client.step_frames"
         " engine.build.memory_plan engine.build.draft_checkpoint"
         " engine.build.memory_ledger engine.build.placement"
-        " engine.build.fingerprints engine.fleet.routing",
+        " engine.build.fingerprints",
         "the core in a thread; what has arrived for a request; what a step did, as text and for"
         " viewers; what fits into memory, beside other engines; the"
-        " draft model on the disk; which bits an engine computes; where the pages are",
+        " draft model on the disk; which bits an engine computes",
     ),
     Level(
-        "engine.client.async_llm engine.process.messages engine.build.diagnosis"
-        " engine.build.runner_factory cells",
-        "the asyncio façade; frames; what a machine is good for; the runner of a model for a"
-        " device; an explicit batch over cells that the caller manages",
+        "engine.client.async_llm engine.build.diagnosis engine.build.runner_factory cells",
+        "the asyncio façade; what a machine is good for; the runner of a model for a device; an"
+        " explicit batch over cells that the caller manages",
+    ),
+    Level("engine.build.assemble", "the composition root"),
+    Level("engine.llm", "the blocking façade"),
+    Level(
+        "replicas.blame replicas.spawned replicas.supervisor_state replicas.router"
+        " replicas.messages",
+        "who is a suspect after a crash; a process that is to be an engine; the states of a"
+        " supervisor; who gets a request; what is said between clients and engines",
     ),
     Level(
-        "engine.build.assemble engine.process.child engine.process.engine_run",
-        "the composition root; the engine process, from inside and from outside",
+        "replicas.journal replicas.routing replicas.child replicas.engine_run replicas.contract",
+        "what each request has received; where the pages are; the engine process, from inside and"
+        " from outside; what a fleet may rely on",
     ),
-    Level("engine.process.standby", "a process that becomes the next engine"),
     Level(
-        "engine.llm engine.process.supervisor engine.fleet.fleet",
-        "the blocking façade; the engine's supervisor; several engines as one",
+        "replicas.standby replicas.replica replicas.fleet replicas.host",
+        "a process that becomes the next engine; an engine that may die and come back; several as"
+        " one, and one for several",
     ),
-    Level("engine.process.launch", "an `AsyncLLM` over an engine process"),
+    Level(
+        "replicas.process_transport replicas.link_transport",
+        "what carries the conversation with an engine",
+    ),
+    Level("replicas.launch", "an `AsyncLLM` over engine processes"),
     Level("server.http", "connections, bodies, errors, the context of a request"),
     Level("server.observe server.ui", "traces, metrics, logs, spans; the page for browsers"),
     Level("server.tenancy", "keys, limits, shared prefixes"),
@@ -112,13 +119,13 @@ LEVELS = (
     Level("server.sessions", "conversations that the server keeps"),
     Level("server bench", "endpoints and their composition; workloads and reports"),
     Level(
-        "cluster.scaling cluster.ray_version cluster.link_messages cluster.cluster_settings"
+        "cluster.scaling cluster.ray_version cluster.cluster_settings"
         " cluster.front_identity cluster.front_relay",
-        "what is said between machines, and how many there are to be",
+        "what a front is, and how many engines there are to be",
     ),
     Level(
-        "cluster.engine_host cluster.remote_member cluster.shared_fronts",
-        "the ends of links between machines",
+        "cluster.shared_fronts cluster.ordered_stream",
+        "what the fronts of a cluster share; Ray's calls and streams as one stream",
     ),
     Level("cluster.deployments", "the deployments of Ray Serve"),
     Level("cluster", "engines on several machines under one address"),
@@ -129,7 +136,8 @@ ROWS = {name: row for row, level in enumerate(LEVELS) for name in level.modules.
 # The second may not appear in the first, at all.
 BANNED = [
     *((name, "torch") for name in ("errors", "types", "config", "schedule", "text", "server")),
-    *((f"engine.{name}", "torch") for name in ("core", "loop", "client", "process")),
+    *((f"engine.{name}", "torch") for name in ("core", "loop", "client")),
+    ("replicas", "torch"),
     *((f"bench.{name}", "torch") for name in ("client", "drive", "engine", "measure", "report")),
     *((f"bench.{name}", "torch") for name in ("results", "workloads")),
     *((name, "typer") for name in ("bench", "server", "engine")),
@@ -139,7 +147,7 @@ BANNED = [
     ("models", "infer.schedule"),
     ("models", "infer.attention"),
     ("schedule", "infer.models"),
-    ("server.openai", "infer.engine.process"),
+    ("server.openai", "infer.replicas"),
 ]
 # What may import a library, wherever it is written.
 ONLY_IMPORTERS = {"ray": ("cluster.deployments", "cluster.shared_fronts")}
@@ -148,7 +156,7 @@ LIBRARIES = {
     **dict.fromkeys(
         ("errors", "version", "schedule", "engine.core", "engine.build.processors"), ()
     ),
-    **dict.fromkeys(("engine.fleet.router", "engine.fleet.routing"), ()),
+    **dict.fromkeys(("replicas.router", "replicas.routing"), ()),
     **dict.fromkeys(("config", "types"), ("msgspec",)),
 }
 # Concrete parts that only the composition roots may name.

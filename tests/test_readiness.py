@@ -9,7 +9,7 @@ import time
 import pytest
 
 from infer import readiness
-from infer.engine.process.messages import Channel, Log
+from infer.replicas.messages import Channel, Log
 
 
 @pytest.fixture(params=["poll", "no poll"], autouse=True)

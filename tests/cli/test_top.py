@@ -130,7 +130,7 @@ def test_replicas_have_seats_steps_and_pages_of_their_own() -> None:
     )
     frame = {"at": 10.0, "number": 4, "steps": steps, "events": events, "gauges": gauges}
     state.take("frame", {**frame, "tokens": {"1": 1, "2": 1, "3": 1}})
-    seats = [(each.state.member, each.seat) for each in state.requests.values()]
+    seats = [(each.state.replica, each.seat) for each in state.requests.values()]
     assert seats == [("replica-1", 0), ("replica-2", 0), ("replica-2", 1)]
     assert (state.number, state.now_ms) == (7, 20.0)
     assert [step.num_sequences for step in state.steps_of("replica-2")] == [2, 2]
@@ -146,7 +146,7 @@ def test_replicas_have_seats_steps_and_pages_of_their_own() -> None:
     moved = [told("resumed", 1, waiting_before=0, running=2, replica="replica-2")]
     moved.append(admitted(1, replica="replica-2"))
     state.take("frame", {"at": 30.0, "events": moved, "gauges": gauges})
-    assert (state.requests["1"].state.member, state.requests["1"].seat) == ("replica-2", 2)
+    assert (state.requests["1"].state.replica, state.requests["1"].seat) == ("replica-2", 2)
     assert "not ready" in shown(state)
     narrow = shown(state, 80)
     assert "…" not in narrow, "80 columns are enough for all that is shown in them"
@@ -154,7 +154,7 @@ def test_replicas_have_seats_steps_and_pages_of_their_own() -> None:
     assert re.search(r"replica-2 +3 +cmpl-\S* +running", narrow)
     moved_back = running(1, "cmpl-x", replica="replica-1")
     state.take("frame", {"at": 50.0, "requests": moved_back})
-    assert (state.requests["1"].state.member, state.requests["1"].seat) == ("replica-1", 0)
+    assert (state.requests["1"].state.replica, state.requests["1"].seat) == ("replica-1", 0)
 
 
 def test_one_engine_has_no_column_for_replicas() -> None:

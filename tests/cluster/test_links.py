@@ -9,32 +9,30 @@ from collections.abc import Iterator
 
 import pytest
 
-from infer.cluster.engine_host import (
-    MAX_QUEUED_BYTES,
-    MISSING_S,
-    CommandOrder,
-    EngineHost,
-    link_items,
+from infer.cluster.ordered_stream import MISSING_S, CommandOrder, link_items
+from infer.engine.commands import Add, Command, Reset, Stop
+from infer.replicas.fleet import Fleet
+from infer.replicas.host import MAX_QUEUED_BYTES, ReplicaHost
+from infer.replicas.messages import (
+    Commands,
+    ComputingAlone,
+    Draining,
+    FrameBuffer,
+    Outward,
+    PromptScores,
+    Ready,
+    Report,
+    ScoreCollector,
+    decode_outward,
+    frame_of,
 )
-from infer.cluster.link_messages import (
-    LinkAbandon,
-    LinkAdd,
-    LinkBeat,
-    LinkDraining,
-    LinkReady,
-    LinkReport,
-    decode_events,
-    encode,
-)
-from infer.cluster.remote_member import RemoteMember
-from infer.engine.fleet.fleet import Fleet
-from infer.engine.fleet.routing import PrefixRouter
-from infer.types import Request, SamplingParams, TokenLogprobs
+from infer.replicas.routing import PrefixRouter
+from infer.types import Request, SamplingParams, StepOutput, TokenLogprobs
 from infer.types.step_events import StepEvents
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import solo
-from tests.support.fleet_members import Caller, HashMember
-from tests.support.linked_engines import LinkedEngine, Wire, remote, wait_until
+from tests.support.fleet_replicas import Caller, HashReplica
+from tests.support.linked_engines import LinkedEngine, Wire, over, remote, wait_until
 from tests.support.virtual_time import run_in_virtual_time
 
 
@@ -42,6 +40,17 @@ def request(name: str, dice: random.Random, max_tokens: int = 60) -> Request:
     prompt = tuple(dice.randrange(50) for _ in range(dice.randrange(1, 60)))
     sampling = SamplingParams(temperature=dice.choice([0.0, 1.0]))
     return Request(name, prompt, sampling, dice.randrange(100), max_tokens)
+
+
+def told(generation: int, *commands: Command) -> bytes:
+    """What a front sends to have commands obeyed."""
+    return frame_of(Commands(generation, commands))
+
+
+def heard(frames: bytes | None) -> list[Outward]:
+    """What a front has got."""
+    assert frames is not None
+    return [decode_outward(frame) for frame in FrameBuffer(frames).frames()]
 
 
 class World:
@@ -52,8 +61,8 @@ class World:
         self.callers = [Caller() for _ in range(num_fronts)]
         self.fleets = []
         for i, caller in enumerate(self.callers):
-            members = [remote(engine, f"front-{i}") for engine in self.engines]
-            fleet = Fleet(members, router=PrefixRouter(), link_timeout_s=0.4, watch_s=0.05)
+            replicas = [remote(engine, f"front-{i}") for engine in self.engines]
+            fleet = Fleet(replicas, router=PrefixRouter(), link_timeout_s=0.4, watch_s=0.05)
             fleet.start(caller.deliver, caller.died)
             self.fleets.append(fleet)
         wait_until(lambda: all(fleet.is_ready for fleet in self.fleets))
@@ -119,11 +128,11 @@ def test_no_token_is_lost_or_changed(world: World, fault: str) -> None:
         victim.is_frozen = False
     if fault == "stopped":
         wait_until(lambda: all(r.request_id in world.callers[f].ends for f, r in world.sent))
-        members = [fleet.members[victim.engine.name] for fleet in world.fleets]
-        assert not any(member.is_ready for member in members)
+        replicas = [fleet.replicas[victim.engine.name] for fleet in world.fleets]
+        assert not any(replica.is_ready for replica in replicas)
         with victim.lock:
             victim.engine.heal()
-        wait_until(lambda: all(member.is_ready for member in members))
+        wait_until(lambda: all(replica.is_ready for replica in replicas))
         for number in range(36, 48):
             world.send(number % 2, request(f"r{number}", dice))
     world.finish()
@@ -152,65 +161,59 @@ def test_a_front_that_has_gone_leaves_nothing_behind() -> None:
     world.stop()
 
 
-def host_with_link() -> tuple[HashMember, EngineHost]:
-    member = HashMember("engine")
-    host = EngineHost(member)
-    member.start(host)
-    return member, host
+def host_with_link() -> tuple[HashReplica, ReplicaHost]:
+    replica = HashReplica("engine")
+    host = ReplicaHost(replica)
+    replica.start(host)
+    return replica, host
 
 
 def test_a_link_that_is_not_read_is_dropped_and_the_engine_goes_on() -> None:
-    member, host = host_with_link()
+    replica, host = host_with_link()
     slow = host.attach("slow", lambda: None)
-    host.command("slow", encode([LinkAdd(1, request("r", random.Random(3), 400))]))
-    big = StepEvents(1, 0.0, 0.0, 1, member="x" * (MAX_QUEUED_BYTES // 20))
+    host.command("slow", told(1, Add(request("r", random.Random(3), 400))))
+    big = StepEvents(1, 0.0, 0.0, 1, replica="x" * (MAX_QUEUED_BYTES // 20))
     for _ in range(25):
-        host.reported(member, 1, [], big)
+        host.reported(replica, 1, [], big)
     assert slow.is_closed
     assert host.num_unfinished == 0
     for _ in range(5):
-        member.step()
-    assert member.core is not None
-    assert not member.core.has_work
+        replica.step()
+    assert replica.core is not None
+    assert not replica.core.has_work
 
 
 def test_fronts_know_at_once_what_is_computed_alone() -> None:
-    member, host = host_with_link()
+    replica, host = host_with_link()
     links = [host.attach(name, lambda: None) for name in ("a", "b")]
     for link in links:
         link.take()
-    member.alone = "suspect"
-    host.computes_alone()
+    replica.alone = "suspect"
+    host.computes_alone(replica)
     for link in links:
-        item = link.take()
-        assert item is not None
-        (beat,) = decode_events(item)
-        assert isinstance(beat, LinkBeat)
-        assert beat.alone == "suspect"
+        assert heard(link.take()) == [ComputingAlone("suspect")]
 
 
 def test_a_front_knows_the_silence_of_an_engine_whose_machine_lives(world: World) -> None:
-    machine, member = world.engines[0], world.fleets[0].members["engine-0"]
+    machine, replica = world.engines[0], world.fleets[0].replicas["engine-0"]
     with machine.lock:
         machine.engine.cut()
-    wait_until(lambda: member.link_silence_s > 50)  # the engine says 99
+    wait_until(lambda: replica.link_silence_s > 50)  # the engine says 99
     with machine.lock:
         machine.engine.heal()
-    wait_until(lambda: member.link_silence_s < 50)
+    wait_until(lambda: replica.link_silence_s < 50)
 
 
-def test_commands_of_an_earlier_epoch_are_ignored() -> None:
+def test_commands_of_an_earlier_generation_are_ignored() -> None:
     _, host = host_with_link()
     link = host.attach("front", lambda: None)
     dice = random.Random(4)
-    host.command("front", encode([LinkAdd(1, request("a", dice)), LinkAbandon(1)]))
-    host.command("front", encode([LinkAdd(1, request("b", dice))]))
+    host.command("front", told(1, Add(request("a", dice)), Reset()))
+    host.command("front", told(1, Add(request("b", dice))))
     assert host.num_unfinished == 0
-    host.command("front", encode([LinkAdd(2, request("c", dice))]))
+    host.command("front", told(2, Add(request("c", dice))))
     assert host.num_unfinished == 1
-    item = link.take()
-    assert item is not None
-    ready = [event.epoch for event in decode_events(item) if isinstance(event, LinkReady)]
+    ready = [event.generation for event in heard(link.take()) if isinstance(event, Ready)]
     assert ready == [1, 2]
     assert link.take() is None
 
@@ -220,10 +223,38 @@ def test_commands_for_an_earlier_link_are_ignored() -> None:
     host.attach("front", lambda: None)
     host.attach("front", lambda: None)
     dice = random.Random(4)
-    host.command("front", encode([LinkAdd(1, request("late", dice))]))
+    host.command("front", told(1, Add(request("late", dice))))
     assert host.num_unfinished == 0
-    host.command("front", encode([LinkAdd(2, request("now", dice))]))
+    host.command("front", told(2, Add(request("now", dice))))
     assert host.num_unfinished == 1
+
+
+def test_a_front_cannot_stop_an_engine_that_serves_others() -> None:
+    replica, host = host_with_link()
+    for name in ("front", "other"):
+        host.attach(name, lambda: None)
+    host.command("front", told(1, Stop()))
+    host.command("other", told(2, Add(request("r", random.Random(9)))))
+    assert host.num_unfinished == 1
+    assert replica.is_alive
+
+
+def test_the_bytes_of_a_link_may_be_cut_anywhere() -> None:
+    engine = LinkedEngine("engine")
+
+    class Cutting(Wire):
+        def connect(self) -> Iterator[bytes]:
+            for item in super().connect():
+                yield from (item[i : i + 7] for i in range(0, len(item), 7))
+
+    caller, fleet = Caller(), Fleet([over(Cutting(engine, "front"))])
+    fleet.start(caller.deliver, caller.died)
+    wanted = request("r", random.Random(11))
+    fleet.add(wanted)
+    wait_until(lambda: "r" in caller.ends)
+    assert caller.tokens["r"] == solo(wanted, VOCAB_SIZE)
+    fleet.stop()
+    engine.stop()
 
 
 def test_commands_are_obeyed_in_the_order_in_which_they_were_sent() -> None:
@@ -257,24 +288,20 @@ def test_a_command_that_never_comes_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 def test_an_engine_that_drains_takes_no_front() -> None:
     _, host = host_with_link()
     host.drain(3.0)
-    item = host.attach("late", lambda: None).take()
-    assert item is not None
-    events = decode_events(item)
-    assert LinkDraining(3.0) in events
-    assert not any(isinstance(event, LinkReady) for event in events)
+    events = heard(host.attach("late", lambda: None).take())
+    assert Draining(3.0) in events
+    assert not any(isinstance(event, Ready) for event in events)
 
 
 def test_each_front_hears_what_is_done_for_the_others() -> None:
-    member, host = host_with_link()
+    replica, host = host_with_link()
     links = [host.attach(name, lambda: None) for name in ("a", "b")]
-    host.command("b", encode([LinkAdd(2, request("r", random.Random(5)))]))
+    host.command("b", told(2, Add(request("r", random.Random(5)))))
     for _ in range(3):
-        member.step()
+        replica.step()
     loads = []
     for link in links:
-        item = link.take()
-        assert item is not None
-        reports = [event for event in decode_events(item) if isinstance(event, LinkReport)]
+        reports = [event for event in heard(link.take()) if isinstance(event, Report)]
         assert reports[-1].step_events is not None
         loads.append(reports[-1].step_events.foreign_load)
     assert loads[0] is not None
@@ -284,13 +311,13 @@ def test_each_front_hears_what_is_done_for_the_others() -> None:
 
 def test_items_hold_all_that_has_happened_since_the_last() -> None:
     async def go() -> list[int]:
-        member, host = host_with_link()
+        replica, host = host_with_link()
         items = link_items(host, "front")
-        sizes = [len(decode_events(await anext(items)))]
-        host.command("front", encode([LinkAdd(1, request("r", random.Random(6)))]))
+        sizes = [len(heard(await anext(items)))]
+        host.command("front", told(1, Add(request("r", random.Random(6)))))
         for _ in range(4):
-            member.step()
-        sizes.append(len(decode_events(await anext(items))))
+            replica.step()
+        sizes.append(len(heard(await anext(items))))
         host.detach("front")
         with pytest.raises(StopAsyncIteration):
             await anext(items)
@@ -301,23 +328,23 @@ def test_items_hold_all_that_has_happened_since_the_last() -> None:
 
 def test_steps_within_the_interval_share_an_item() -> None:
     async def go() -> tuple[list[float], list[int]]:
-        member, host = host_with_link()
+        replica, host = host_with_link()
         items = link_items(host, "front", every_s=1.0)
         await anext(items)
-        host.command("front", encode([LinkAdd(1, request("r", random.Random(6)))]))
+        host.command("front", told(1, Add(request("r", random.Random(6)))))
         loop = asyncio.get_running_loop()
         came_s, sizes = [loop.time()], []
         for num_steps in (3, 1):
-            member.step()
+            replica.step()
             following: asyncio.Future[bytes] = asyncio.ensure_future(anext(items))
             await asyncio.sleep(0.05)
             assert not following.done()
             for _ in range(num_steps):
-                member.step()
-            sizes.append(len(decode_events(await following)))
+                replica.step()
+            sizes.append(len(heard(await following)))
             came_s.append(loop.time())
         await asyncio.sleep(1.1)  # nothing waits where steps take longer
-        member.step()
+        replica.step()
         came_s.append(loop.time())
         await anext(items)
         came_s.append(loop.time())
@@ -344,7 +371,7 @@ def test_times_are_those_of_this_machine() -> None:
                 times.append(step_events.started_s)
 
     began_s, caller = time.monotonic(), Listening()
-    fleet = Fleet([RemoteMember(engine.description(), Shifted(engine, "front"))])
+    fleet = Fleet([over(Shifted(engine, "front"))])
     fleet.start(caller.deliver, caller.died)
     wanted = request("r", random.Random(7))
     fleet.add(wanted)
@@ -356,15 +383,18 @@ def test_times_are_those_of_this_machine() -> None:
 
 
 def test_log_probabilities_of_prompts_cross_a_link() -> None:
-    member, host = host_with_link()
+    replica, host = host_with_link()
     link = host.attach("front", lambda: None)
     wanted = Request("r", (1, 2, 3), SamplingParams(prompt_logprobs=1), 0, 2)
-    host.command("front", encode([LinkAdd(1, wanted)]))
+    host.command("front", told(1, Add(wanted)))
     for _ in range(4):
-        member.step()
-    item = link.take()
-    assert item is not None
-    outputs = [o for e in decode_events(item) if isinstance(e, LinkReport) for o in e.outputs]
+        replica.step()
+    collector, outputs = ScoreCollector(), list[StepOutput]()
+    for event in heard(link.take()):
+        if isinstance(event, PromptScores):
+            collector.add(event)
+        elif isinstance(event, Report):
+            outputs += collector.complete(event.outputs)
     scores = outputs[0].prompt_logprobs
     assert scores is not None
     assert list(scores)[-2:] == [TokenLogprobs(-0.5, ((0, -0.5),))] * 2

@@ -12,9 +12,10 @@ from infer.cli.cluster_file import write_yaml
 from infer.cluster.cluster_settings import AllSettings, ClusterSettings, engine_settings
 from infer.cluster.front_identity import new_front_name, seed_of_front
 from infer.cluster.ray_version import check_version, warn_without_haproxy
-from infer.cluster.scaling import EngineLoad, engines_wanted
+from infer.cluster.scaling import engines_wanted
 from infer.config import EngineConfig
 from infer.errors import ConfigError
+from infer.replicas.host import EngineLoad
 
 
 def test_strings_become_what_the_settings_are() -> None:

@@ -1,4 +1,4 @@
-"""Suspects after a crash, and the request that caused it: each case of `engine.process.blame`."""
+"""Suspects after a crash, and the request that caused it: each case of `replicas.blame`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import signal
 import pytest
 
 from infer import SamplingParams
-from infer.engine.process.blame import (
+from infer.replicas.blame import (
     MAX_CRASHES_ALONE,
     MAX_FROM_OUTSIDE,
     CrashHistory,
-    is_suspect,
     was_from_outside,
 )
 from infer.types import Request
@@ -29,7 +28,7 @@ def test_a_request_is_a_suspect_until_it_samples_a_token(
         output_token_ids=(5,) * num_resumed,
         num_crashes=num_crashes,
     )
-    assert is_suspect(request, num_output) is suspected
+    assert request.is_suspect(num_output) is suspected
 
 
 def test_only_a_kill_that_is_not_ours_is_from_outside() -> None:

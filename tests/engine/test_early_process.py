@@ -12,10 +12,10 @@ from infer.cli.entry import starts_engine
 from infer.config import EngineConfig
 from infer.engine.build import assemble
 from infer.engine.build.checkpoint import Checkpoint, text_of
-from infer.engine.process.engine_run import EngineRun
-from infer.engine.process.messages import Begin, HasBegun
-from infer.engine.process.spawned import EarlyProcess, Spawned
-from infer.engine.process.supervisor import EngineProcess
+from infer.replicas.engine_run import EngineRun
+from infer.replicas.messages import Begin, HasBegun
+from infer.replicas.process_transport import ProcessTransport
+from infer.replicas.spawned import EarlyProcess, Spawned
 from infer.text.checkpoint_text import TextFiles
 
 FACTORY = "tests.support.doubles:hash_blueprint"
@@ -27,7 +27,7 @@ def test_the_first_engine_takes_it() -> None:
         assert spawned is not None
         assert early.take() is None
     assert spawned.popen.poll() is None
-    process = EngineProcess(FACTORY, {}, spawned=spawned)
+    process = ProcessTransport(FACTORY, {}, spawned=spawned)
     process.launch(lambda text: None)
     try:
         assert process.pid == spawned.popen.pid
@@ -122,7 +122,7 @@ def test_a_start_reads_the_text_of_a_checkpoint_once(monkeypatch: pytest.MonkeyP
 def test_an_engine_process_imports_no_text_side() -> None:
     """Its start would wait for it: templates, tool calls, façades."""
     code = (
-        "import sys, infer.engine.process.child, infer.engine.build.assemble;"
+        "import sys, infer.replicas.child, infer.engine.build.assemble;"
         "names = {'jinja2', 'infer.text.tokenizer', 'infer.engine.client.async_llm', 'starlette'};"
         "assert not names & sys.modules.keys(), names & sys.modules.keys()"
     )

@@ -24,7 +24,7 @@ from infer.types.engine_stats import (
     RequestCounters,
 )
 from infer.types.stats_summary import summary_of, wait_bucket, wait_percentile
-from tests.support.doubles import launch_hash_llm, make_hash_core, make_hash_llm, process_of
+from tests.support.doubles import launch_hash_llm, make_hash_core, make_hash_llm, pid_of, replica_of
 
 COUNTERS = tuple(field.name for field in msgspec.structs.fields(EngineCounters))
 TABLES = ("num_accepted_at", "num_finished", "wait_counts")
@@ -102,15 +102,14 @@ def test_the_gauges_of_a_core_are_those_of_now() -> None:
 def test_a_restart_keeps_counters_and_not_gauges() -> None:
     async def main() -> None:
         async with launch_hash_llm(num_pages=20) as llm:
-            worker = process_of(llm)
+            worker = replica_of(llm)
             await llm.generate(llm.make_request([1, 2, 3]))
             async with asyncio.timeout(20):
                 while worker.stats().gauges.num_running:
                     await asyncio.sleep(0.01)
                 before = worker.stats()
                 for num_deaths in (1, 2):
-                    assert worker.pid is not None
-                    os.kill(worker.pid, signal.SIGKILL)
+                    os.kill(pid_of(llm), signal.SIGKILL)
                     while worker.stats().counters.num_restarts < num_deaths or not llm.is_ready:
                         await asyncio.sleep(0.01)
             after = worker.stats()

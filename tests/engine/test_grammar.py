@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from infer import LLM, EngineConfig, FinishReason, Grammar, SamplingParams
-from infer.engine.process import launch
 from infer.errors import RequestError
+from infer.replicas import launch
 from infer.runner import grammar_masks
 from infer.schedule.sequence import NONE_LEFT
 from infer.text import answer_parser

@@ -1,4 +1,4 @@
-"""`EngineProcess`: the same answers as from a thread, refusals, logs, the end of the process."""
+"""`ProcessTransport`: the same answers as from a thread, refusals, logs, the end of the process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ import pytest
 from infer import EngineConfig, FinishReason, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.commands import Abort, Add, Command, Reset, Stop
-from infer.engine.process.launch import launch
-from infer.engine.process.messages import (
+from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
+from infer.replicas.launch import launch
+from infer.replicas.messages import (
     Begin,
     Commands,
     ComputingAlone,
+    Draining,
+    EngineHealth,
+    Failing,
     HasBegun,
-    HasReset,
     Heartbeat,
     Inward,
     Log,
+    Loss,
     Outward,
     Prepare,
     PromptScores,
@@ -44,8 +48,7 @@ from infer.engine.process.messages import (
     encode,
     reports,
 )
-from infer.engine.process.supervisor import EngineProcess
-from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
+from infer.replicas.replica import Replica
 from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Request, Sampling, StepOutput, TokenLogprobs
 from infer.types.engine_limits import EngineLimits
@@ -63,7 +66,7 @@ from infer.types.step_events import (
     StepEvents,
 )
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import launch_hash_llm, pid_of, process_of, solo
+from tests.support.doubles import launch_hash_llm, pid_of, replica_of, solo
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -77,8 +80,8 @@ def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
     return asyncio.run(main())
 
 
-def worker_of(llm: AsyncLLM) -> EngineProcess:
-    return process_of(llm)
+def worker_of(llm: AsyncLLM) -> Replica:
+    return replica_of(llm)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
@@ -111,13 +114,13 @@ def test_a_request_crosses_whole() -> None:
         output_token_ids=(4, 5),
         num_crashes=1,
     )
-    commands = Commands([Add(request), Add(request), Abort("gone"), Reset(4), Stop()])
+    commands = Commands(4, [Add(request), Add(request), Abort("gone"), Reset(), Stop()])
     first, second, *others = crossed(commands).commands
     assert dataclasses.asdict(first.request) == dataclasses.asdict(request)
     assert first == second
     assert first.request.sampling is second.request.sampling, "choices share what is large"
     assert type(first.request.sampling) is Sampling
-    assert others == [Abort("gone"), Reset(4), Stop()]
+    assert others == [Abort("gone"), Reset(), Stop()]
 
 
 def crossed(message: Inward | Outward) -> Any:
@@ -131,16 +134,18 @@ STATS = EngineStats(
     EngineGauges(num_running=1, num_pages=9),
     EngineCounters(num_steps=2, num_finished={FinishReason.EOS: 3}),
 )
+LIMITS = EngineLimits(vocab_size=7, max_seq_len=8, num_seats=2, max_waiting_requests=3)
 EXAMPLES = (
-    *(Prepare("a:b"), Begin("a:b", {"n": 1, "x": None}, 20), Commands([])),
+    *(Prepare("a:b"), Begin("a:b", {"n": 1, "x": None}, 20), Commands(1, [])),
     HasBegun(),
     Text("name", TextFiles("{}", {"eos_token": "x"}, (3,), {"default": "x"})),
-    Ready(EngineLimits(vocab_size=7, max_seq_len=8, num_seats=2, max_waiting_requests=3), STATS),
+    Ready(3, LIMITS, STATS),
     Refused(ErrorRecord("m", "LoadError")),
     Report([], STATS),
     PromptScores("a", 1, b"\x90"),
     *(ComputingAlone("a"), ComputingAlone(None)),
-    *(HasReset(3), Heartbeat()),
+    *(Heartbeat(), Heartbeat(EngineHealth(STATS, 0.5, 0.25, True, False))),
+    *(Loss("it has died", True, "a"), Draining(2.5), Failing("it fails")),
     Log("infer.x", 20, "line"),
 )
 
@@ -199,7 +204,7 @@ def test_each_kind_of_message_and_command_is_a_record_with_an_example() -> None:
 
 @pytest.mark.parametrize("reason", FinishReason)
 def test_an_abort_crosses_with_its_reason(reason: FinishReason) -> None:
-    assert crossed(Commands([Abort("a", reason)])) == Commands([Abort("a", reason)])
+    assert crossed(Commands(2, [Abort("a", reason)])) == Commands(2, [Abort("a", reason)])
 
 
 @pytest.mark.parametrize("frame", [None, "stop", ["stop"], ["later", 1], [["add", {}]]])
@@ -343,9 +348,7 @@ def test_what_keeps_an_engine_from_starting(
 
 def children() -> list[int]:
     text = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text(encoding="utf-8")
-    return [
-        int(pid) for pid in text.split() if "infer.engine.process.child" in command_of(int(pid))
-    ]
+    return [int(pid) for pid in text.split() if "infer.replicas.child" in command_of(int(pid))]
 
 
 def command_of(pid: int) -> str:
@@ -359,8 +362,7 @@ def test_closing_ends_the_process_at_once_and_what_runs_with_an_error() -> None:
     async def main() -> None:
         llm = launch_hash_llm(step_s=0.5)  # the request would take minutes
         await llm.start()
-        pid = worker_of(llm).pid
-        assert pid is not None
+        pid = pid_of(llm)
         task = asyncio.create_task(
             llm.generate(llm.make_request("abc", GREEDY.replace(max_tokens=400)))
         )
@@ -401,7 +403,7 @@ def test_the_process_dies_with_its_parent_and_the_parent_has_no_torch(step_s: st
         assert process.stdout is not None
         pid, has_torch = process.stdout.readline().split()
         assert has_torch == "False"
-        assert "infer.engine.process.child" in command_of(int(pid))
+        assert "infer.replicas.child" in command_of(int(pid))
         process.kill()
     deadline_s = time.monotonic() + 5
     while command_of(int(pid)):
@@ -411,13 +413,12 @@ def test_the_process_dies_with_its_parent_and_the_parent_has_no_torch(step_s: st
 
 def test_signals_to_the_whole_group_are_the_parents_business() -> None:
     async def body(llm: AsyncLLM) -> None:
-        pid = worker_of(llm).pid
-        assert pid is not None
+        pid = pid_of(llm)
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(pid, number)
         request = llm.make_request("abc", GREEDY)
         assert list((await llm.generate(request)).token_ids) == solo(request, VOCAB_SIZE)
-        assert (worker_of(llm).pid, llm.stats()["num_restarts"]) == (pid, 0)
+        assert (pid_of(llm), llm.stats()["num_restarts"]) == (pid, 0)
 
     run(body)
 

@@ -17,9 +17,9 @@ import pytest
 
 from infer import LLM, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.fleet.journal import RequestJournal
-from infer.engine.process.blame import MAX_FROM_OUTSIDE
 from infer.errors import EngineDeadError, EngineError
+from infer.replicas.blame import MAX_FROM_OUTSIDE
+from infer.replicas.journal import RequestJournal
 from infer.types import FinishReason, Request, RequestOutput, StepOutput
 from tests.support.cases import slow_but
 from tests.support.checkpoints import VOCAB_SIZE

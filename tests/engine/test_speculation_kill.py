@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from infer import LLM, SamplingParams
-from infer.engine.process.launch import launch_factory
+from infer.replicas.launch import launch_factory
 from infer.types import Request, RequestOutput
 from infer.types.grammar import Grammar
 from tests.support.doubles import pid_of

@@ -17,10 +17,10 @@ import pytest
 from infer import SamplingParams
 from infer.engine.build.server_memory import STANDBY_ABOVE
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.process.child import STANDBY_NAME
-from infer.engine.process.standby import ENDS_BELOW, Standby
+from infer.replicas.child import STANDBY_NAME
+from infer.replicas.standby import ENDS_BELOW, Standby
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import launch_hash_llm, pid_of, process_of, solo
+from tests.support.doubles import launch_hash_llm, pid_of, process_id, replica_of, solo
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "tests.support.doubles:hash_blueprint"
@@ -39,7 +39,7 @@ def left() -> list[int]:
     """Ids of the processes of engines and standbys that this process has."""
     tasks = Path("/proc/self/task").glob("*/children")
     pids = [int(pid) for path in tasks for pid in read(path).split()]
-    return [pid for pid in pids if "infer.engine.process.child" in read(f"/proc/{pid}/cmdline")]
+    return [pid for pid in pids if "infer.replicas.child" in read(f"/proc/{pid}/cmdline")]
 
 
 def read(path: Path | str) -> str:
@@ -208,7 +208,7 @@ def test_several_engines_share_one_and_outlive_each_other(standby: Standby) -> N
             await llm.start()
             pid = await prepared(standby)
             kill(pid_of(other))
-            await until(lambda: process_of(other).pid == pid)
+            await until(lambda: process_id(replica_of(other)) == pid)
             await llm.close()
             await survives(other, lambda: None)
             assert pid_of(other) == pid
@@ -220,7 +220,7 @@ def test_several_engines_share_one_and_outlive_each_other(standby: Standby) -> N
 PARENT = textwrap.dedent(
     """
     import asyncio, time
-    from infer.engine.process.standby import Standby
+    from infer.replicas.standby import Standby
     from tests.support.doubles import launch_hash_llm
     standby = Standby("tests.support.doubles:hash_blueprint")
     llm = launch_hash_llm(standby=standby)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from infer.engine.process.supervisor_state import TRANSITIONS, Lifecycle, SupervisorState
+from infer.replicas.supervisor_state import TRANSITIONS, Lifecycle, SupervisorState
 from tests.support.doubles import launch_hash_llm, pid_of
 
 NEW, LOADING, LOADED, SERVING, RESTARTING, REFUSING, STOPPING, STOPPED, DEAD = SupervisorState

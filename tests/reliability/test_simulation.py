@@ -19,8 +19,8 @@ import msgspec
 import pytest
 
 from infer.engine.core import EngineCore, Runner
-from infer.engine.fleet.journal import RequestJournal
 from infer.errors import OverloadedError, RequestError
+from infer.replicas.journal import RequestJournal
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import NOT_FINITE, Plan, Sampled

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from infer.engine.fleet.routing import PageView
+from infer.replicas.routing import PageView
 from infer.schedule.index_changes import chain
 from infer.schedule.page_allocator import PageAllocator, PageTable
 

@@ -212,9 +212,9 @@ def test_the_end_with_an_engine_process(
             process.kill()
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            assert "infer.engine.process.child\0" not in command.read_text(
-                encoding="utf-8"
-            ) or not is_of(command.parent, process.pid)
+            assert "infer.replicas.child\0" not in command.read_text(encoding="utf-8") or not is_of(
+                command.parent, process.pid
+            )
 
 
 def is_of(folder: Path, parent: int) -> bool:

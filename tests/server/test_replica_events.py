@@ -14,12 +14,12 @@ from rich.console import Console
 from infer.cli.engine_state import EngineState
 from infer.cli.explain import write
 from infer.engine.client.step_frames import MAX_STEPS, FrameBuilder, FrameWriter, StepRow
-from infer.engine.process.launch import FleetSettings
+from infer.replicas.launch import FleetSettings
 from infer.requests.state import FoldedStep
 from infer.server.http.context import RequestContext
 from infer.server.observe.request_trace import MAX_REPLICAS, RequestTrace
 from infer.types.step_events import StepEvents
-from tests.support.doubles import launch_hash_llm, processes_of
+from tests.support.doubles import launch_hash_llm, process_id, replicas_of
 from tests.support.engine_watcher import Watcher, entries_of, watching
 from tests.support.serving import COMPLETIONS, App, completion_body, serving
 
@@ -33,20 +33,20 @@ def test_steps_of_two_engines_are_never_one_row() -> None:
         name = NAMES[index % 3 > 0]  # one of them is twice as fast
         numbers[name] += 1
         number = numbers[name]
-        step = StepEvents(number, index, index + 1.5, 1, (), number, 7, member=name)
+        step = StepEvents(number, index, index + 1.5, 1, (), number, 7, replica=name)
         builder.stepped(FoldedStep(step, step.ended_s))
     [frame] = builder.take()
     assert len(frame.rows) <= MAX_STEPS
     assert frame.num_steps == 5 * MAX_STEPS
     for name in NAMES:
-        rows = [row for row in frame.rows if row.member == name]
+        rows = [row for row in frame.rows if row.replica == name]
         assert sum(row.num_steps for row in rows) == rows[-1].number == numbers[name]
         # The number is that of the last step of the row, and the pages are those after it.
         so_far = list(itertools.accumulate(row.num_steps for row in rows))
         assert so_far == [row.number for row in rows] == [row.num_free_pages for row in rows]
     steps = FrameWriter(0.0, lambda facts: True).fields(frame, 0.0)["steps"]
     told = list(zip(steps["replica"], steps["number"], strict=True))
-    assert told == [(row.member, row.number) for row in frame.rows]
+    assert told == [(row.replica, row.number) for row in frame.rows]
 
 
 def test_rows_of_one_engine_are_merged_as_neighbours() -> None:
@@ -74,7 +74,7 @@ def rows_of(frames: list[dict[str, Any]]) -> dict[str, list[tuple[float, float, 
     return found
 
 
-def replicas_of(watcher: Watcher) -> list[dict[str, Any]]:
+def gauges_of(watcher: Watcher) -> list[dict[str, Any]]:
     return [frame["gauges"]["replicas"] for frame in watcher.frames if "gauges" in frame]
 
 
@@ -87,15 +87,15 @@ async def end_one(app: App, watcher: Watcher) -> list[str]:
         replicas = late.frames[0]["requests"]["replica"]
         assert len(replicas) == 8
         assert set(replicas) == set(NAMES)
-    pid = processes_of(app.engine)[0].pid
+    pid = process_id(replicas_of(app.engine)[0])
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
     replies = await asyncio.gather(*asking)
     assert {reply.status for reply in replies} == {200}
     await watcher.until(
         lambda: (
-            replicas_of(watcher)[-1]["replica-1"]["ready"]
-            and replicas_of(watcher)[-1]["replica-1"]["restarts"] == 1
+            gauges_of(watcher)[-1]["replica-1"]["ready"]
+            and gauges_of(watcher)[-1]["replica-1"]["restarts"] == 1
         )
     )
     assert (await app.post(COMPLETIONS, body)).status == 200
@@ -127,7 +127,7 @@ def check_events(watcher: Watcher) -> None:
 
 
 def check_gauges(watcher: Watcher) -> None:
-    told = replicas_of(watcher)
+    told = gauges_of(watcher)
     assert all(list(each) == NAMES for each in told)
     ready = [each["replica-1"]["ready"] for each in told]
     assert [is_ready for is_ready, _ in itertools.groupby(ready)] == [True, False, True]
@@ -143,7 +143,7 @@ def check_state(watcher: Watcher) -> None:
     state, most = EngineState(), 0
     for kind, fields in watcher.events:
         state.take(kind, fields)
-        seats = [(each.state.member, each.seat) for each in state.requests.values()]
+        seats = [(each.state.replica, each.seat) for each in state.requests.values()]
         taken = [seat for seat in seats if seat[1] is not None]
         assert len(set(taken)) == len(taken)
         most = max(most, len(taken))

@@ -89,7 +89,7 @@ class Scenario:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.members = ["", "replica-1", "replica-2"][: 1 + 2 * (seed % 2)][-2:]
+        self.replicas = ["", "replica-1", "replica-2"][: 1 + 2 * (seed % 2)][-2:]
         self.states = RequestStates()
         self.requests: dict[str, FollowedRequest] = {}
         self.builder = FrameBuilder(self.requests.get, clock=lambda: self.now_s)
@@ -130,8 +130,8 @@ class Scenario:
         if outputs and r.random() < 0.2:
             outputs[-1] = outputs[-1]._replace(finish_reason=FinishReason.LENGTH)
         begin_s, self.now_s = self.now_s, self.now_s + 0.01
-        member = r.choice(self.members)
-        step = StepEvents(self.number, begin_s, self.now_s, 1, events, 9, 3, member=member)
+        replica = r.choice(self.replicas)
+        step = StepEvents(self.number, begin_s, self.now_s, 1, events, 9, 3, replica=replica)
         self.builder.stepped(self.states.stepped(outputs, step))
         if outputs and outputs[-1].finish_reason is not None:
             self.leave(outputs[-1].request_id, outputs[-1].finish_reason)

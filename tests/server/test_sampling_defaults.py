@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infer.config import EngineConfig
-from infer.engine.process.launch import launch
+from infer.replicas.launch import launch
 from infer.types.sampling import DEFAULTED, SamplingParams
 from infer.types.sampling_defaults import SamplingDefaults
 from tests.support.checkpoints import write_llama

@@ -25,8 +25,8 @@ from typer.testing import CliRunner
 from infer.cli import options
 from infer.cli.main import main
 from infer.config import EngineConfig, settings_of
-from infer.engine.process.launch import FleetSettings
 from infer.errors import ConfigError
+from infer.replicas.launch import FleetSettings
 from infer.server import address, serve
 from tests.support.doubles import make_hash_llm
 from tests.support.server_process import record
@@ -221,7 +221,7 @@ def test_main_serves_what_is_assembled(
             return True
 
     monkeypatch.setitem(sys.modules, "infer.engine.build.assemble", Assemble)
-    monkeypatch.setitem(sys.modules, "infer.engine.process.launch", Launch)
+    monkeypatch.setitem(sys.modules, "infer.replicas.launch", Launch)
     monkeypatch.setattr(serve, "Server", Ended)
     assert code_of("--port", "0", "--model", "m", "--max-batch-size", "3") == 0
     line = capsys.readouterr().out
@@ -241,7 +241,7 @@ def test_files_are_looked_at_before_the_model_is_loaded(
         def launch(*_: object, **__: object) -> None:
             raise AssertionError("the model is loaded")
 
-    monkeypatch.setitem(sys.modules, "infer.engine.process.launch", Launch)
+    monkeypatch.setitem(sys.modules, "infer.replicas.launch", Launch)
     nowhere = tmp_path / "no" / "file"
     assert code_of("--port", "0", "--api-keys", str(nowhere)) == 2
     assert "is not a file of keys" in capsys.readouterr().err

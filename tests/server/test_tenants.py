@@ -292,7 +292,7 @@ def test_a_flood_beside_a_key_with_single_requests(
             22,
             "noisy neighbour",
             f"{num_flood} requests of one key always open, single ones of another; 8 seats, hash"
-            f" model, {len(app.engine.stats_of_members()) or 1} engine(s)",
+            f" model, {len(app.engine.stats_of_replicas()) or 1} engine(s)",
             **{
                 "first token of the quiet key, alone, p50 and longest [steps]": (
                     round(statistics.median(alone), 1),
@@ -391,7 +391,7 @@ def test_without_keys_only_this_machine(
     host: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran = []
-    monkeypatch.setattr("infer.engine.process.launch.launch", lambda config, **_: make_hash_llm())
+    monkeypatch.setattr("infer.replicas.launch.launch", lambda config, **_: make_hash_llm())
     monkeypatch.setattr(serve, "run", lambda *arguments, **how: ran.append(how))
     serve.serve_config(EngineConfig(), ServerSettings(insecure=True), host, 0)
     assert len(ran) == 1
@@ -410,7 +410,7 @@ def test_a_server_draws_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
         seeds.append(config.seed)
         return make_hash_llm()
 
-    monkeypatch.setattr("infer.engine.process.launch.launch", launch)
+    monkeypatch.setattr("infer.replicas.launch.launch", launch)
     monkeypatch.setattr(serve, "run", lambda *_, **__: None)
     for config in (EngineConfig(), EngineConfig(), EngineConfig(seed=7)):
         serve.serve_config(config, ServerSettings(), port=0)

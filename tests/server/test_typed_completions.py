@@ -216,7 +216,7 @@ def test_the_command_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments[-1] == "--insecure"
     served: list[tuple[Any, ...]] = []
     monkeypatch.setattr(serve, "run", lambda *how: served.append(how))
-    monkeypatch.setattr("infer.engine.process.launch.launch", lambda config, **_: config)
+    monkeypatch.setattr("infer.replicas.launch.launch", lambda config, **_: config)
     monkeypatch.setattr(sys, "argv", ["infer.server", *arguments])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("infer.server", run_name="__main__")

@@ -25,10 +25,11 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.engine.client.mailbox import MailboxLimits
 from infer.engine.core import EngineCore
-from infer.engine.fleet.fleet import Fleet
 from infer.engine.loop import Blueprint, EngineThread
-from infer.engine.process.launch import launch_factory
-from infer.engine.process.supervisor import EngineProcess
+from infer.replicas.fleet import Fleet
+from infer.replicas.launch import launch_factory
+from infer.replicas.process_transport import ProcessTransport
+from infer.replicas.replica import Replica
 from infer.schedule.drafting import Drafter
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
@@ -375,25 +376,31 @@ def core_of(llm: AsyncLLM) -> EngineCore:
     return thread_of(llm).core
 
 
-def process_of(llm: AsyncLLM) -> EngineProcess:
-    """The supervisor of an engine that has a process of its own."""
-    (process,) = processes_of(llm)
-    return process
+def replica_of(llm: AsyncLLM) -> Replica:
+    """An engine that has a process of its own."""
+    (replica,) = replicas_of(llm)
+    return replica
 
 
-def processes_of(llm: AsyncLLM) -> list[EngineProcess]:
-    """The supervisors of all engines of a façade."""
+def replicas_of(llm: AsyncLLM) -> list[Replica]:
+    """All engines of a façade, each with a process of its own."""
     assert isinstance(llm.engine_client, Fleet)
     found = []
-    for member in llm.engine_client.members.values():
-        assert isinstance(member, EngineProcess)
-        found.append(member)
+    for replica in llm.engine_client.replicas.values():
+        assert isinstance(replica, Replica)
+        found.append(replica)
     return found
+
+
+def process_id(replica: Replica) -> int | None:
+    """The id of the process of an engine, if it takes commands."""
+    assert isinstance(replica.transport, ProcessTransport)
+    return replica.transport.pid
 
 
 def pid_of(llm: AsyncLLM) -> int:
     """The id of the running engine process."""
-    pid = process_of(llm).pid
+    pid = process_id(replica_of(llm))
     assert pid is not None
     return pid
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.process.launch import FleetSettings
+from infer.replicas.launch import FleetSettings
 from tests.support.doubles import launch_hash_llm, make_hash_llm
 
 COMMANDS = pytest.mark.parametrize(

@@ -1,6 +1,6 @@
-"""Engines behind links, without Ray: hash engines in a thread, and carriers within this process.
+"""Engines behind links, without Ray: hash engines in a thread, and links within this process.
 
-`LinkedEngine` is one machine with its `EngineHost`; `Wire` carries the items to one front.
+`LinkedEngine` is one machine with its `ReplicaHost`; `Wire` carries the bytes to one front.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from infer.cluster.engine_host import EngineHost
-from infer.cluster.link_messages import Description
-from infer.cluster.remote_member import LinkBrokenError, RemoteMember
-from tests.support.fleet_members import HashMember
+from infer.replicas.host import ReplicaHost
+from infer.replicas.link_transport import LinkBrokenError, LinkTransport
+from infer.replicas.replica import Replica
+from tests.support.fleet_replicas import HashReplica
 
 
 class LinkedEngine:
@@ -22,8 +22,8 @@ class LinkedEngine:
     def __init__(self, name: str, **settings: Any) -> None:
         self.lock = threading.RLock()
         """held by whoever touches the engine"""
-        self.engine = HashMember(name, **settings)
-        self.host = EngineHost(self.engine)
+        self.engine = HashReplica(name, **settings)
+        self.host = ReplicaHost(self.engine)
         self.is_frozen = self.has_gone = False
         self.engine.start(self.host)
         self._stopped = threading.Event()
@@ -41,10 +41,6 @@ class LinkedEngine:
                 if beats % 100 == 0:
                     self.host.heartbeat()
 
-    def description(self) -> Description:
-        name, limits = self.engine.name, self.engine.limits
-        return Description(name, "hash-model", limits, self.engine.fingerprint, False)
-
     def die(self, *, from_outside: bool = True) -> None:
         """The engine's process dies, and another one follows."""
         with self.lock:
@@ -57,7 +53,7 @@ class LinkedEngine:
 
 
 class Wire:
-    """A `Carrier` between a front and a `LinkedEngine`."""
+    """A `Link` between a front and a `LinkedEngine`."""
 
     def __init__(self, machine: LinkedEngine, front: str) -> None:
         self.machine, self.front = machine, front
@@ -88,20 +84,26 @@ class Wire:
     def offset_s(self) -> float:
         return 0.0
 
-    def send(self, item: bytes) -> None:
+    def send(self, frames: bytes) -> None:
         if self.machine.has_gone:
             raise LinkBrokenError("the machine has gone", is_final=True)
         with self.machine.lock:
-            self.machine.host.command(self.front, item)
+            self.machine.host.command(self.front, frames)
 
     def close(self) -> None:
         self._is_closed = True
         self._arrived.set()
 
 
-def remote(machine: LinkedEngine, front: str) -> RemoteMember:
-    """A machine as a member of a front's fleet."""
-    return RemoteMember(machine.description(), Wire(machine, front))
+def remote(machine: LinkedEngine, front: str) -> Replica:
+    """A machine as a replica of a front's fleet."""
+    return over(Wire(machine, front))
+
+
+def over(wire: Wire) -> Replica:
+    """A machine at the end of a wire."""
+    name, limits = wire.machine.engine.name, wire.machine.engine.limits
+    return Replica(name, limits, LinkTransport(wire, name))
 
 
 def wait_until(condition: Any, timeout_s: float = 20.0) -> None:

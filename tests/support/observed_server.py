@@ -26,9 +26,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from infer.cli.main import main
 from infer.engine.client.async_llm import AsyncLLM
+from infer.replicas.fleet import Fleet
 from infer.server import address, app, serve
 from infer.server.settings import ServerSettings
 from infer.server.turn_away import TurnAway
+from tests.support.doubles import process_id, replicas_of
 
 make_app = app.create_app
 
@@ -52,8 +54,8 @@ class Observer:
     async def stats(self, _: Request) -> JSONResponse:
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
-        members = getattr(self._engine.engine_client, "members", {})
-        engine = next((member.pid for member in members.values()), None)
+        has_process = isinstance(self._engine.engine_client, Fleet)
+        engine = process_id(replicas_of(self._engine)[0]) if has_process else None
         lag_s, self._lag_s = self._lag_s, 0.0
         busy_s, self._busy_s = self._busy_s, 0.0
         refused_s, self.refused_s = self.refused_s, []

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from infer.engine.core import EngineCore
-from infer.engine.fleet.router import MemberLoad, Router
+from infer.replicas.router import ReplicaLoad, Router
 from infer.types import Request, StepOutput
 from tests.support.doubles import limits_of, make_hash_core
 
@@ -26,7 +26,7 @@ class RoutedEngine:
     def __init__(self, name: str, **settings: Any) -> None:
         self.now_s = 0.0
         self.core: EngineCore = make_hash_core(clock=lambda: self.now_s, **settings)
-        self.load = MemberLoad(name, limits_of(self.core))
+        self.load = ReplicaLoad(name, limits_of(self.core))
         self.num_requests = 0
         self.is_stepping = False
 

@@ -96,7 +96,11 @@ def _note(heard: StreamHeard, data: bytes) -> None:
         delta = choice.get("delta") or {"content": choice.get("text")}
         its.text += delta.get("content") or ""
         for call in delta.get("tool_calls", ()):
-            its.calls.append((call["function"]["name"], call["function"]["arguments"]))
+            function = call["function"]  # its name comes with the first piece of its arguments
+            if call["index"] == len(its.calls):
+                its.calls.append((function["name"], ""))
+            name, arguments = its.calls[call["index"]]
+            its.calls[call["index"]] = (name, arguments + function.get("arguments", ""))
         its.finish_reason = choice["finish_reason"] or its.finish_reason
         if choice.get("logprobs"):
             its.logprobs += zip(*(choice["logprobs"][name] for name in LOGPROBS), strict=True)

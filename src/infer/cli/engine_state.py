@@ -144,7 +144,7 @@ class EngineState:
 
     def _replace(self, columns: Fields) -> None:
         seats = {
-            number: (seen.state.member, seen.seat)
+            number: (seen.state.replica, seen.seat)
             for number, seen in self.requests.items()
             if seen.seat is not None
         }
@@ -153,9 +153,9 @@ class EngineState:
             number = str(row["request"])
             state = RequestState(number, row["prompt_tokens"], row["state"])
             state.num_cached, state.num_computed = row["cached_tokens"], row["computed_tokens"]
-            state.num_output, state.member = row["output_tokens"], row.get("replica", "")
-            member, seat = seats.get(number, ("", None))
-            self._see(row, state).seat = seat if member == state.member else None
+            state.num_output, state.replica = row["output_tokens"], row.get("replica", "")
+            replica, seat = seats.get(number, ("", None))
+            self._see(row, state).seat = seat if replica == state.replica else None
         self._take_seats(*self.requests.values())
 
     def _take_seats(self, *requests: SeenRequest) -> None:
@@ -164,11 +164,10 @@ class EngineState:
             if seen.state.status != "running":
                 seen.seat = None
             elif seen.seat is None:
-                seen.seat = self._free_seat(seen.state.member)
+                seen.seat = self._free_seat(seen.state.replica)
 
     def _free_seat(self, replica: str) -> int:
-        members = (each for each in self.requests.values() if each.state.member == replica)
-        taken = {each.seat for each in members}
+        taken = {each.seat for each in self.requests.values() if each.state.replica == replica}
         return next(seat for seat in range(len(taken) + 1) if seat not in taken)
 
     def _forget(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from infer.engine.process.spawned import EarlyProcess
+from infer.replicas.spawned import EarlyProcess
 from infer.signals import ended_by_signals, open_standard_streams
 
 WITHOUT_PROCESS = ("--help", "--engine-thread", "--load-on-first-use")

@@ -24,7 +24,7 @@ from infer.errors import ConfigError, InferError
 from infer.version import VERSION
 
 if TYPE_CHECKING:
-    from infer.engine.process.spawned import EarlyProcess
+    from infer.replicas.spawned import EarlyProcess
     from infer.types import SamplingParams
 
 NO_WINDOWS = (

@@ -9,8 +9,8 @@ import typer
 
 from infer.cli.options import ListedOptions, Model, with_engine_options, with_options
 from infer.config import DEFAULT_HOST, DEFAULT_PORT
-from infer.engine.process.spawned import EarlyProcess
 from infer.errors import ConfigError
+from infer.replicas.spawned import EarlyProcess
 from infer.server.early_listener import listening
 from infer.server.observe.logs import log_on_stderr
 from infer.server.served_models import configs_of, names_of

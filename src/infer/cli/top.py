@@ -108,7 +108,7 @@ def picture(state: EngineState, url: str, width: int, height: int) -> Renderable
 
 def _place(request: SeenRequest) -> tuple[bool, str, float]:
     if request.seat is not None:
-        return False, request.state.member, request.seat
+        return False, request.state.replica, request.seat
     return True, "", request.since_ms
 
 
@@ -236,7 +236,7 @@ def _table(state: EngineState, rows: list[SeenRequest], width: int) -> Table:
         style = {"running": "green", "preempted": "yellow"}.get(own.status, "dim")
         doing = "prompt" if own.status == "running" and not own.num_output else own.status
         table.add_row(
-            *([plain(own.member)] if has_replicas else []),
+            *([plain(own.replica)] if has_replicas else []),
             "" if request.seat is None else str(request.seat + 1),
             plain(f"{name}{choice}", "dim" if request.name is None else ""),
             plain(doing, style),

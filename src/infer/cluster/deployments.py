@@ -27,22 +27,24 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.exceptions import RayServeException
 
 from infer.cluster.cluster_settings import AllSettings, ClusterSettings, engine_settings
-from infer.cluster.engine_host import CommandOrder, EngineHost, link_items
 from infer.cluster.front_identity import new_front_name, seed_of_front
 from infer.cluster.front_relay import RelayedPeers
-from infer.cluster.link_messages import BEAT_S, Description, decode_description, encode
+from infer.cluster.ordered_stream import CommandOrder, link_items
 from infer.cluster.ray_version import check_version, warn_without_haproxy
-from infer.cluster.remote_member import LinkBrokenError, RemoteMember
-from infer.cluster.scaling import EngineLoad, engines_wanted
+from infer.cluster.scaling import engines_wanted
 from infer.cluster.shared_fronts import SharedFronts
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
-from infer.engine.fleet.fleet import Fleet, fleet_limits
-from infer.engine.fleet.routing import make_router
-from infer.engine.process.messages import Text
-from infer.engine.process.standby import Standby
-from infer.engine.process.supervisor import EngineProcess
+from infer.engine.engine_client import HEARTBEAT_S
 from infer.errors import ConfigError
+from infer.replicas.fleet import Fleet, fleet_limits
+from infer.replicas.host import EngineLoad, ReplicaHost
+from infer.replicas.link_transport import LinkBrokenError, LinkTransport
+from infer.replicas.messages import Description, Text, decode_description, encode
+from infer.replicas.process_transport import ProcessTransport
+from infer.replicas.replica import Replica
+from infer.replicas.routing import make_router
+from infer.replicas.standby import Standby
 from infer.server.app import create_app
 from infer.server.fronts import SeveralFronts
 from infer.server.tenancy.front_limits import FrontLimits
@@ -94,18 +96,16 @@ class EngineActor:
         engine = engine_settings(self._settings.engine, self._settings.cluster)
         server = self._settings.server
         self._standby = Standby(FACTORY) if server.standby else None
-        self._process = EngineProcess(
+        self._process = ProcessTransport(
             FACTORY,
             engine,
-            name=name,
             standby=self._standby,
             log_fields={"replica": name},
             hang_s=server.hang_s,
             load_timeout_s=server.load_timeout_s,
-            on_alone=lambda: self._host.computes_alone(),
         )
-        # Ray starts this actor again where its process has died: epochs go on from there.
-        self._host = EngineHost(self._process, first_epoch=time.time_ns() // 1000)
+        self._host: ReplicaHost | None = None
+        """None until the engine is loaded"""
         self._order = CommandOrder()
         # An engine's process dies with the thread that started it; this one stays.
         self._keeper = threading.Thread(target=self._keep, name="infer-keeper", daemon=True)
@@ -120,18 +120,22 @@ class EngineActor:
 
     def _serve(self) -> None:
         try:
-            self._process.launch(self._read)
-            self._process.start(self._host)
+            ready = self._process.launch(self._read)
+            replica = Replica(self._name, ready.limits, self._process, ready=ready)
+            # Ray starts this actor again where its process has died: generations go on from there.
+            host = ReplicaHost(replica, first_generation=time.time_ns() // 1000)
+            replica.start(host)
         except BaseException as error:
             self._loaded.set_exception(error)
             return
+        self._host = host
         self._loaded.set_result(None)
-        while not self._stop.wait(BEAT_S):
-            self._host.heartbeat()
+        while not self._stop.wait(HEARTBEAT_S):
+            host.heartbeat()
             for front in self._order.incomplete():
                 log.warning("a command of %s has been lost: its link is dropped", front)
-                self._host.detach(front)
-        self._process.stop()
+                host.detach(front)
+        replica.stop()
 
     def _read(self, text: Text) -> None:
         self._text = text
@@ -140,14 +144,19 @@ class EngineActor:
         """Wait until the engine is loaded; raises the `LoadError` that keeps it from starting."""
         await asyncio.shield(asyncio.wrap_future(self._loaded))
 
+    async def _serving(self) -> ReplicaHost:
+        """The engine, once it is loaded; raises as `ready` does."""
+        await self.ready()
+        assert self._host is not None
+        return self._host
+
     async def describe(self) -> bytes:
         """A `Description`, in msgpack."""
-        await self.ready()
+        host = await self._serving()
         assert self._text is not None
-        process, name = self._process, self._text.model_name
-        limits, fingerprint = process.limits, process.fingerprint
-        is_draining = self._host.is_draining
-        return encode(Description(self._name, name, limits, fingerprint, is_draining))
+        replica, model_name = host.replica, self._text.model_name
+        limits, fingerprint = replica.limits, replica.fingerprint
+        return encode(Description(replica.name, model_name, limits, fingerprint, host.is_draining))
 
     async def text(self) -> bytes:
         """The text files of the checkpoint, in msgpack."""
@@ -161,9 +170,9 @@ class EngineActor:
 
     async def link(self, front: str, number: int) -> AsyncIterator[bytes]:
         """The items for a front; `number`: of this link of the front."""
-        await self.ready()
+        host = await self._serving()
         try:
-            async for item in link_items(self._host, front):
+            async for item in link_items(host, front):
                 yield item
         finally:
             self._order.forget(front, number)
@@ -171,27 +180,29 @@ class EngineActor:
     async def command(self, front: str, link: int, number: int, item: bytes) -> None:
         """The commands of a front; calls may come in another order than they were made."""
         for each in self._order.arrived(front, link, number, item):
-            self._host.command(front, each)
+            if self._host is not None:
+                self._host.command(front, each)
 
     async def check(self) -> None:
         """Raise if the engine does not serve and will not soon."""
         if not self._loaded.done():
             return
-        self._loaded.result()
-        if not self._stop.is_set() and not self._process.is_alive:
+        host = await self._serving()
+        if not self._stop.is_set() and not host.replica.is_alive:
             raise RuntimeError("the engine has failed several times in a row")
 
     async def load(self) -> dict[str, float]:
         """What the engine has to do, for the autoscaler."""
-        await self.ready()
-        load = self._host.load()
+        load = (await self._serving()).load()
         return {name: float(getattr(load, name)) for name in EngineLoad.__slots__}
 
     async def drain(self, timeout_s: float) -> None:
         """Take nothing new; return when nothing runs any more, or the time is over."""
-        self._host.drain(timeout_s)
+        if (host := self._host) is None:
+            return
+        host.drain(timeout_s)
         ends_s = time.monotonic() + timeout_s + MOVE_S
-        while self._host.num_unfinished and time.monotonic() < ends_s:
+        while host.num_unfinished and time.monotonic() < ends_s:
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
@@ -242,8 +253,8 @@ class Engine:
         ray.kill(self._actor)
 
 
-class RayCarrier:
-    """A `Carrier` over an `EngineActor`."""
+class RayLink:
+    """A `Link` over an `EngineActor`."""
 
     def __init__(self, actor: Any, front: str) -> None:
         self._actor, self._front = actor, front
@@ -253,7 +264,7 @@ class RayCarrier:
         """number of the link, and of its commands so far; see `CommandOrder`"""
 
     def connect(self) -> Iterator[bytes]:
-        """See `Carrier`."""
+        """See `Link`."""
         with self._lock:
             self._link, self._num_sent = self._link + 1, 0
         with _errors():
@@ -270,7 +281,7 @@ class RayCarrier:
                 yield ray.get(ref)
 
     def offset_s(self) -> float:
-        """See `Carrier`: of three round trips the shortest, if it is longer than the difference."""
+        """See `Link`: of three round trips the shortest, if it is longer than the difference."""
         found = []
         with _errors():
             for _ in range(3):
@@ -281,14 +292,14 @@ class RayCarrier:
         took_s, offset_s = min(found)
         return offset_s if abs(offset_s) > took_s else 0.0
 
-    def send(self, item: bytes) -> None:
-        """See `Carrier`."""
+    def send(self, frames: bytes) -> None:
+        """See `Link`."""
         with self._lock, _errors():
             number, self._num_sent = self._num_sent, self._num_sent + 1
-            self._actor.command.remote(self._front, self._link, number, item)
+            self._actor.command.remote(self._front, self._link, number, frames)
 
     def close(self) -> None:
-        """See `Carrier`."""
+        """See `Link`."""
         if self._stream is not None:
             with contextlib.suppress(Exception):
                 ray.cancel(self._stream)
@@ -334,7 +345,7 @@ class Front:
         files = _decode_files(await actor.text.remote())
         tokenizer = await asyncio.to_thread(Tokenizer, files)
         self._fleet = Fleet(
-            [self._member(*each) for each in found],
+            [self._replica(*each) for each in found],
             router=make_router(settings.server.routing),
             link_timeout_s=settings.server.link_timeout_s,
             moved_streams=settings.server.moved_streams,
@@ -360,8 +371,9 @@ class Front:
         self._answering = asyncio.create_task(peers.serve(app.state.views.own))
         return app
 
-    def _member(self, description: Description, actor: Any) -> RemoteMember:
-        return RemoteMember(description, RayCarrier(actor, self._name))
+    def _replica(self, description: Description, actor: Any) -> Replica:
+        name, link = description.name, RayLink(actor, self._name)
+        return Replica(name, description.limits, LinkTransport(link, name))
 
     async def _describe(self) -> list[tuple[Description, Any]]:
         """The engines that can be reached."""
@@ -387,14 +399,14 @@ class Front:
         while True:
             await asyncio.sleep(DISCOVERY_S)
             found = await self._describe()
-            members = fleet.members
+            replicas = fleet.replicas
             for description, actor in found:
-                if description.name not in members and not description.is_draining:
-                    fleet.join(self._member(description, actor))
-            for name, member in members.items():
+                if description.name not in replicas and not description.is_draining:
+                    fleet.join(self._replica(description, actor))
+            for name, replica in replicas.items():
                 # Requests may wait for the successor of the last one.
-                has_gone = isinstance(member, RemoteMember) and member.has_gone
-                if has_gone and len(fleet.members) > 1:
+                has_gone = isinstance(replica, Replica) and replica.has_gone
+                if has_gone and len(fleet.replicas) > 1:
                     await asyncio.to_thread(fleet.leave, name)
 
 

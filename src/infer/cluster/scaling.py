@@ -7,23 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from infer.replicas.host import EngineLoad
 
 SEATS_IN_USE = 0.8
 """share of the seats that may be in use before there is to be one more engine"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLoad:
-    """What one engine has to do."""
-
-    num_waiting_tokens: float = 0.0
-    """prompt tokens of requests without a seat"""
-    prompt_tokens_per_s: float = 0.0
-    """measured; 0 where nothing has been measured"""
-    num_unfinished: float = 0.0
-    """requests with or without a seat"""
-    num_seats: float = 1.0
 
 
 def engines_wanted(

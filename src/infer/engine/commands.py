@@ -32,10 +32,8 @@ class FollowPages(msgspec.Struct, frozen=True, array_like=True, tag="pages"):
 
 
 class Reset(msgspec.Struct, frozen=True, array_like=True, tag="reset"):
-    """End all requests now; nobody waits for them here any more."""
-
-    life: int
-    """number of the life of the engine that ends; see `engine.fleet.member`"""
+    """End all requests now; nobody waits for them here any more. Another generation of the engine
+    begins; see `replicas.messages`."""
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):

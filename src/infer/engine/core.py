@@ -26,7 +26,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeGuard
 
-from infer.engine.process.blame import is_suspect
 from infer.errors import DeviceLostError
 from infer.schedule.page_allocator import PageTable
 from infer.schedule.scheduler import Scheduler
@@ -345,7 +344,7 @@ class EngineCore:
 
     def _parts(self, plan: Plan) -> list[Plan]:
         """The parts in which a plan is executed: an isolated step for each suspect (see
-        `engine.process.blame`), then all others together. A suspect in an isolated step is known to
+        `replicas.blame`), then all others together. A suspect in an isolated step is known to
         be the cause if the engine crashes again."""
         suspects = _suspects(plan)
         if not suspects:
@@ -469,4 +468,4 @@ def _suspects(plan: Plan) -> list[Chunk]:
 
 
 def _is_suspect(chunk: Chunk) -> bool:
-    return is_suspect(chunk.sequence.request, chunk.sequence.num_output)
+    return chunk.sequence.request.is_suspect(chunk.sequence.num_output)

@@ -2,7 +2,7 @@
 
 Commands go in through a queue and are applied between steps; outputs come back as one list per
 step. Nothing else is shared. `EngineThread` is the `EngineClient` of tests and programs; under
-`infer serve` the loop runs in `engine.process.child`. An exception that leaves the loop ends the
+`infer serve` the loop runs in `replicas.child`. An exception that leaves the loop ends the
 engine, and the `died` callback is called.
 """
 
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
-from infer.engine.client.engine_client import HEARTBEAT_S, SOFT_LIMIT_S, Deliver
 from infer.engine.commands import Abort, Add, Command, FollowPages, Reset, Stop
 from infer.engine.core import EngineCore
+from infer.engine.engine_client import HEARTBEAT_S, SOFT_LIMIT_S, Deliver
 from infer.errors import RequestError
 from infer.text.checkpoint_text import TextFiles
 from infer.threads import BackgroundThread
@@ -72,10 +72,10 @@ class EngineLoop:
         core: EngineCore,
         send: Deliver,
         commands: queue.SimpleQueue[Command],
-        on_reset: Callable[[int], None] = lambda life: None,
+        on_reset: Callable[[], None] = lambda: None,
     ) -> None:
         """`send` is called after each step, and with an empty list every `HEARTBEAT_S` while
-        idle. `on_reset` is called with the life that a `Reset` has ended."""
+        idle. `on_reset` is called when a `Reset` has ended all requests."""
         self._on_reset = on_reset
         self._commands = commands
         self._core = core
@@ -118,10 +118,10 @@ class EngineLoop:
             case FollowPages():
                 self._core.follow_pages()
                 return True
-            case Reset(life):
+            case Reset():
                 self._core.abort_all()
                 self._refused.clear()
-                self._on_reset(life)
+                self._on_reset()
                 return True
             case Stop():
                 return False
@@ -198,11 +198,11 @@ class EngineThread:
         """See `EngineClient`. Each number is exact, but two of them may be from different steps."""
         return self.core.stats()
 
-    def stats_of_members(self) -> dict[str, EngineStats]:
+    def stats_of_replicas(self) -> dict[str, EngineStats]:
         """See `EngineClient`."""
         return {}
 
-    def ready_members(self) -> frozenset[str]:
+    def ready_replicas(self) -> frozenset[str]:
         """See `EngineClient`."""
         return frozenset()
 

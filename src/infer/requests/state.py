@@ -1,6 +1,6 @@
 """`RequestStates`: the state of each request, as the events of an engine's steps tell it
 
-The only place where events become states. The façade, a fleet's members and `infer top` each keep
+The only place where events become states. The façade, a fleet's replicas and `infer top` each keep
 `RequestStates` of their own requests; traces, frames, the limits of the queue and routers read
 them. A kind of event is a class in `types.step_events` and a case of `RequestState.apply`. The page
 has the same table (`server/ui/engine/states.js`), and tests/server/frames.json has what both must
@@ -54,12 +54,12 @@ class RequestState:
     """when it got its first token"""
     last_s: float | None = None
     """when it got its latest token"""
-    member: str = ""
+    replica: str = ""
     """name of the engine that has it, or had it last, where there are several"""
 
-    def apply(self, event: RequestEvent, at_s: float, member: str = "") -> None:
-        """Follow an event of this request; `member`: name of its engine if there are several."""
-        self.member = member or self.member
+    def apply(self, event: RequestEvent, at_s: float, replica: str = "") -> None:
+        """Follow an event of this request; `replica`: name of its engine if there are several."""
+        self.replica = replica or self.replica
         match event:
             case Queued() | Resumed():
                 self._wait("waiting")
@@ -105,9 +105,9 @@ class FoldedStep:
     before (None for the first)"""
 
     @property
-    def member(self) -> str:
+    def replica(self) -> str:
         """Name of the engine, where there are several."""
-        return "" if self.step is None else self.step.member
+        return "" if self.step is None else self.step.replica
 
 
 class RequestStates:
@@ -156,12 +156,12 @@ class RequestStates:
 
     # ---- what happens to them
 
-    def apply(self, event: RequestEvent, at_s: float, member: str = "") -> RequestState | None:
+    def apply(self, event: RequestEvent, at_s: float, replica: str = "") -> RequestState | None:
         """Follow an event; returns the request's state, None for one that is not followed."""
         state = self._states.get(event.request_id)
         if state is not None:
             status = state.status
-            state.apply(event, at_s, member)
+            state.apply(event, at_s, replica)
             if state.status != status:
                 self._leave(state, status)
                 self._enter(state)
@@ -173,7 +173,7 @@ class RequestStates:
         for event in step.events:
             at_s = step.ended_s if isinstance(event, Speculated) else step.started_s
             if not isinstance(event, BatchEvent):
-                self.apply(event, at_s, step.member)
+                self.apply(event, at_s, step.replica)
             found.append((event, at_s))
         return found
 
@@ -199,7 +199,7 @@ class RequestStates:
         return folded
 
     def _happened(self, folded: FoldedStep, event: FirstToken | Finished) -> None:
-        self.apply(event, folded.ended_s, folded.member)
+        self.apply(event, folded.ended_s, folded.replica)
         folded.events.append((event, folded.ended_s))
 
     def restarted(self) -> None:

@@ -35,9 +35,9 @@ import uvicorn
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.loop import freeze_heap
-from infer.engine.process.launch import FleetSettings, Loads, standing_by
-from infer.engine.process.spawned import EarlyProcess
 from infer.errors import ConfigError
+from infer.replicas.launch import FleetSettings, Loads, standing_by
+from infer.replicas.spawned import EarlyProcess
 from infer.server.address import cannot_listen, url_of
 from infer.server.app import create_app, layers
 from infer.server.early_listener import EarlyListener, listening
@@ -286,7 +286,7 @@ def serve_config(
         if in_thread:
             from infer.engine.build.assemble import build_async_llm as launch  # this imports torch
         else:
-            from infer.engine.process.launch import launch as launch_process
+            from infer.replicas.launch import launch as launch_process
 
             launch = functools.partial(
                 launch_process,

@@ -353,14 +353,14 @@ class EngineViewers:
         return event(written(group.writer.fields(frame, now_s)), "frame")
 
     def _read_gauges(self) -> dict[str, Any]:
-        stats, members = self._engine.read_stats(), self._engine.stats_of_members()
+        stats, by_replica = self._engine.read_stats(), self._engine.stats_of_replicas()
         counters = stats.engine.counters
         if counters.num_restarts > self._num_restarts:
             self._num_restarts = counters.num_restarts
-            if self._builder is not None and not members:
+            if self._builder is not None and not by_replica:
                 self._builder.restarted()
-        ready = self._engine.ready_members()
-        replicas = {name: _gauges_of(each, name in ready) for name, each in members.items()}
+        ready = self._engine.ready_replicas()
+        replicas = {name: _gauges_of(each, name in ready) for name, each in by_replica.items()}
         return {
             **_gauges_of(stats.engine, self._engine.is_ready),
             "open": stats.num_open,

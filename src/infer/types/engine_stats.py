@@ -97,7 +97,7 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     num_restarts: int = 0
     """engines that have died"""
     num_moved: int = 0
-    """requests that went on in another engine, or in the next one of the same member"""
+    """requests that went on in another engine, or in the next one of the same replica"""
     num_moved_unequal: int = 0
     """those of them that went on in an engine with another fingerprint: from there their tokens may
     be others than they would have been"""

@@ -58,3 +58,10 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
+
+    def is_suspect(self, num_output: int) -> bool:
+        """Whether an engine has died with it, and it has not sampled a token since.
+
+        `num_output`: output tokens that it has now, those of the dead engines included.
+        """
+        return self.num_crashes > 0 and num_output == len(self.output_token_ids)

@@ -161,7 +161,7 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True):
     nothing to compute reports them in records without a sequence and without events"""
     foreign_load: ForeignLoad | None = None
     """what the engine has to do for other clients, where it has several"""
-    member: str = ""
+    replica: str = ""
     """name of the engine among those of its fleet; "" where there is one engine"""
 
     @property

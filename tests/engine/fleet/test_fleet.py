@@ -1,4 +1,4 @@
-"""`Fleet` over members without processes: whatever dies, is silent or drains, no token is lost."""
+"""`Fleet` over replicas without processes: whatever dies, is silent or drains, no token is lost."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from infer import SamplingParams
-from infer.engine.fleet.fleet import RETURN_S, Fleet, fleet_limits
-from infer.engine.fleet.journal import RequestJournal
-from infer.engine.fleet.member import Loss
-from infer.engine.fleet.router import MemberLoad
-from infer.engine.fleet.routing import Routing, make_router
-from infer.engine.process.blame import MAX_FROM_OUTSIDE
+from infer.replicas.blame import MAX_FROM_OUTSIDE
+from infer.replicas.fleet import RETURN_S, Fleet, fleet_limits
+from infer.replicas.journal import RequestJournal
+from infer.replicas.messages import Loss
+from infer.replicas.router import ReplicaLoad
+from infer.replicas.routing import Routing, make_router
 from infer.schedule.sequence import Plan, Sampled
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_limits import EngineLimits
 from infer.types.fingerprint import Fingerprint
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import HashRunner, solo
-from tests.support.fleet_members import EQUAL, Caller, EngineDies, HashMember
+from tests.support.fleet_replicas import EQUAL, Caller, EngineDies, HashReplica
 
 SMALL: dict[str, Any] = {
     "num_pages": 60,
@@ -40,8 +40,8 @@ def request(name: str, *prompt: int, seed: int | None = None, max_tokens: int = 
     return Request(name, prompt or (1, 2, 3), sampling, seed or 0, max_tokens)
 
 
-def started(*members: HashMember, clock: Any = lambda: 0.0, **how: Any) -> tuple[Fleet, Caller]:
-    caller, fleet = Caller(), Fleet(members, watch_s=3600, clock=clock, **how)
+def started(*replicas: HashReplica, clock: Any = lambda: 0.0, **how: Any) -> tuple[Fleet, Caller]:
+    caller, fleet = Caller(), Fleet(replicas, watch_s=3600, clock=clock, **how)
     fleet.start(caller.deliver, caller.died)
     return fleet, caller
 
@@ -51,16 +51,16 @@ def finish(fleet: Fleet, caller: Caller, wanted: Seq[Request]) -> None:
     for _ in range(2000):
         if all(each.request_id in caller.ends for each in wanted):
             break
-        for member in fleet.members.values():
-            assert isinstance(member, HashMember)
-            member.step()
+        for replica in fleet.replicas.values():
+            assert isinstance(replica, HashReplica)
+            replica.step()
     for each in wanted:
         assert caller.tokens[each.request_id] == solo(each, VOCAB_SIZE), each.request_id
         assert caller.ends[each.request_id].error is None
 
 
-def of(*names: str, **settings: Any) -> list[HashMember]:
-    return [HashMember(name, **{**SMALL, **settings}) for name in names]
+def of(*names: str, **settings: Any) -> list[HashReplica]:
+    return [HashReplica(name, **{**SMALL, **settings}) for name in names]
 
 
 class Fleets(RuleBasedStateMachine):
@@ -69,9 +69,9 @@ class Fleets(RuleBasedStateMachine):
     @initialize(count=st.integers(1, 3), routing=st.sampled_from(get_args(Routing)))
     def begin(self, count: int, routing: Routing) -> None:
         self.now_s = 0.0
-        self.members = of(*(f"m{i}" for i in range(count)))
+        self.replicas = of(*(f"m{i}" for i in range(count)))
         router = make_router(routing)
-        self.fleet, self.caller = started(*self.members, clock=lambda: self.now_s, router=router)
+        self.fleet, self.caller = started(*self.replicas, clock=lambda: self.now_s, router=router)
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.were_alone: set[str] = set()
@@ -91,46 +91,46 @@ class Fleets(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), times=st.integers(1, 4))
     def step(self, which: int, times: int) -> None:
         for _ in range(times):
-            self.members[which % len(self.members)].step()
+            self.replicas[which % len(self.replicas)].step()
 
     @rule(which=st.integers(0, 9), from_outside=st.booleans())
     def die(self, which: int, from_outside: bool) -> None:
-        member = self.members[which % len(self.members)]
-        self._note_alone(member)
-        member.die(from_outside=from_outside)
+        replica = self.replicas[which % len(self.replicas)]
+        self._note_alone(replica)
+        replica.die(from_outside=from_outside)
 
     @rule(which=st.integers(0, 9), name=st.integers(0, 30))
     def die_alone(self, which: int, name: int) -> None:
         """The engine dies while it computes one request, which it may have."""
-        member = self.members[which % len(self.members)]
-        member.alone = f"r{name}"
-        self._note_alone(member)
-        member.die(from_outside=True)
+        replica = self.replicas[which % len(self.replicas)]
+        replica.alone = f"r{name}"
+        self._note_alone(replica)
+        replica.die(from_outside=True)
 
     @rule(which=st.integers(0, 9))
     def revive(self, which: int) -> None:
-        self.members[which % len(self.members)].revive()
+        self.replicas[which % len(self.replicas)].revive()
 
     @rule(which=st.integers(0, 9))
     def cut(self, which: int) -> None:
-        self.members[which % len(self.members)].cut()
+        self.replicas[which % len(self.replicas)].cut()
 
     @rule()
     def check_health(self) -> None:
-        for member in self.members:
-            if member.is_cut:
-                self._note_alone(member)
+        for replica in self.replicas:
+            if replica.is_cut:
+                self._note_alone(replica)
         self.fleet.check_health()
 
     @rule(which=st.integers(0, 9))
     def heal(self, which: int) -> None:
-        self.members[which % len(self.members)].heal()
+        self.replicas[which % len(self.replicas)].heal()
 
     @rule(which=st.integers(0, 9))
     def deliver_late(self, which: int) -> None:
-        member = self.members[which % len(self.members)]
-        if not member.is_cut:
-            member.deliver()
+        replica = self.replicas[which % len(self.replicas)]
+        if not replica.is_cut:
+            replica.deliver()
 
     @rule(which=st.integers(0, 30))
     def abort(self, which: int) -> None:
@@ -141,9 +141,9 @@ class Fleets(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9), timeout_s=st.sampled_from([0.0, 5.0]))
     def drain(self, which: int, timeout_s: float) -> None:
-        member = self.members[which % len(self.members)]
-        if not member.is_stopped:
-            self.fleet.draining(member, timeout_s)
+        replica = self.replicas[which % len(self.replicas)]
+        if not replica.is_stopped:
+            self.fleet.draining(replica, timeout_s)
 
     @rule(by_s=st.sampled_from([1.0, 6.0]))
     def wait(self, by_s: float) -> None:
@@ -154,35 +154,35 @@ class Fleets(RuleBasedStateMachine):
     @rule()
     def join(self) -> None:
         self.num_joined += 1
-        (member,) = of(f"j{self.num_joined}")
-        self.members.append(member)
-        self.fleet.join(member)
+        (replica,) = of(f"j{self.num_joined}")
+        self.replicas.append(replica)
+        self.fleet.join(replica)
 
-    @precondition(lambda self: len(self.members) > 1)
+    @precondition(lambda self: len(self.replicas) > 1)
     @rule(which=st.integers(0, 9))
     def leave(self, which: int) -> None:
-        member = self.members.pop(which % len(self.members))
-        self.fleet.leave(member.name)
-        member.deliver()  # it comes too late
+        replica = self.replicas.pop(which % len(self.replicas))
+        self.fleet.leave(replica.name)
+        replica.deliver()  # it comes too late
 
-    def _note_alone(self, member: HashMember) -> None:
-        if member.alone is not None:
-            self.were_alone.add(member.alone)
+    def _note_alone(self, replica: HashReplica) -> None:
+        if replica.alone is not None:
+            self.were_alone.add(replica.alone)
 
     def teardown(self) -> None:
         if not hasattr(self, "fleet"):
             return
         self.join()
-        for member in self.members:
-            member.revive()
-            member.heal()
-            member.deliver()
+        for replica in self.replicas:
+            replica.revive()
+            replica.heal()
+            replica.deliver()
         wanted = [name for name in self.requests if name not in self.aborted]
         for _ in range(3000):
             if all(name in self.caller.ends for name in wanted):
                 break
-            for member in self.members:
-                member.step()
+            for replica in self.replicas:
+                replica.step()
         for name in wanted:
             end, alone = self.caller.ends.get(name), solo(self.requests[name], VOCAB_SIZE)
             assert end is not None, f"{name} does not end"
@@ -227,7 +227,7 @@ def test_a_death_moves_streams_at_once_and_they_begin_alone() -> None:
     moved = {each.request_id for each in b.core.scheduler.unfinished if each.request.num_crashes}
     assert len(moved) == 3
     finish(fleet, caller, wanted)
-    assert {name for name, members in caller.members.items() if members == {"a", "b"}} == moved
+    assert {name for name, replicas in caller.replicas.items() if replicas == {"a", "b"}} == moved
     assert fleet.stats().counters.num_moved == 3
     assert fleet.is_alive
     fleet.stop()
@@ -248,8 +248,8 @@ def test_frames_of_an_old_assignment_are_ignored() -> None:
     b.step()
     b.step()
     b.cut()
-    a.heal()  # frames of its first life, then it begins another
-    assert a.life == 2
+    a.heal()  # frames of its first generation, then it begins another
+    assert a.generation == 2
     fleet.check_health()  # and both go on there
     assert a.core is not None
     assert a.core.scheduler.num_unfinished == 2
@@ -258,7 +258,7 @@ def test_frames_of_an_old_assignment_are_ignored() -> None:
     fleet.stop()
 
 
-def test_one_silent_member_waits_until_another_is_ready() -> None:
+def test_one_silent_replica_waits_until_another_is_ready() -> None:
     a, b = of("a", "b")
     fleet, caller = started(a, b)
     b.die(from_outside=True)
@@ -266,16 +266,16 @@ def test_one_silent_member_waits_until_another_is_ready() -> None:
     a.step()
     a.cut()
     fleet.check_health()
-    assert (a.life, a.is_abandoned) == (1, False), "there is nobody who could go on"
+    assert (a.generation, a.is_abandoned) == (1, False), "there is nobody who could go on"
     b.revive()
     fleet.check_health()
     assert a.is_abandoned
     finish(fleet, caller, [request("r")])
-    assert caller.members["r"] == {"a", "b"}
+    assert caller.replicas["r"] == {"a", "b"}
     fleet.stop()
 
 
-def test_without_a_member_requests_wait_and_newcomers_too() -> None:
+def test_without_a_replica_requests_wait_and_newcomers_too() -> None:
     (a,) = of("a")
     fleet, caller = started(a)
     wanted = [request(f"r{i}", i) for i in range(3)]
@@ -295,11 +295,11 @@ def test_when_all_are_failing_what_waits_is_failed() -> None:
     a, b = of("a", "b")
     fleet, caller = started(a, b)
     fleet.add(request("r"))
-    for member in (a, b):
-        member.die(from_outside=True)
-        member.is_alive = False
-        fleet.failing(member, "it does not start")
-        if member is a:
+    for replica in (a, b):
+        replica.die(from_outside=True)
+        replica.is_alive = False
+        fleet.failing(replica, "it does not start")
+        if replica is a:
             assert fleet.is_alive
             assert not caller.ends
     assert not fleet.is_alive
@@ -320,14 +320,14 @@ def test_when_all_are_failing_what_waits_is_failed() -> None:
 
 
 def test_more_requests_than_the_survivor_takes_wait_and_are_not_refused() -> None:
-    members = of("a", "b", "c", max_waiting_requests=2, max_waiting_tokens=8)
-    fleet, caller = started(*members)
+    replicas = of("a", "b", "c", max_waiting_requests=2, max_waiting_tokens=8)
+    fleet, caller = started(*replicas)
     wanted = [request(f"r{i}", i, 7) for i in range(15)]
     for each in wanted:
         fleet.add(each)
-    for member in members[:2]:
-        member.step()
-        member.die(from_outside=True)
+    for replica in replicas[:2]:
+        replica.step()
+        replica.die(from_outside=True)
     finish(fleet, caller, wanted)
     fleet.stop()
 
@@ -351,10 +351,10 @@ def test_what_engines_died_with_does_not_queue_behind_the_first_that_is_back(ret
     for each in wanted:
         fleet.add(each)
     for _ in range(4):
-        for member in both:
-            member.step()
-    for member in both:
-        member.die(from_outside=True)
+        for replica in both:
+            replica.step()
+    for replica in both:
+        replica.die(from_outside=True)
     both[0].revive()
     fleet.add(late := request("late", 9))
     for _ in range(8):
@@ -372,43 +372,43 @@ def test_what_engines_died_with_does_not_queue_behind_the_first_that_is_back(ret
     finish(fleet, caller, [*wanted, late])
 
 
-def gauges(member: HashMember) -> tuple[int, int]:
+def gauges(replica: HashReplica) -> tuple[int, int]:
     """Requests with and without a seat."""
-    assert member.core is not None
-    found = member.core.stats().gauges
+    assert replica.core is not None
+    found = replica.core.stats().gauges
     return found.num_running, found.num_waiting
 
 
 @pytest.mark.parametrize("from_outside", [False, True])
 def test_poison_takes_two_engines_of_any_number(from_outside: bool) -> None:
-    members = of(*"abcdef", runner=Poison)
-    fleet, caller = started(*members)
+    replicas = of(*"abcdef", runner=Poison)
+    fleet, caller = started(*replicas)
     wanted = [request(f"r{i}", i, 7) for i in range(12)]
     poison = request("poison", 13, 1)
     for each in (*wanted[:6], poison, *wanted[6:]):
         fleet.add(each)
     for _ in range(200):
-        for member in members:
-            if from_outside and member.core is not None:
-                _step_killed(member)
+        for replica in replicas:
+            if from_outside and replica.core is not None:
+                _step_killed(replica)
             else:
-                member.step()
+                replica.step()
     finish(fleet, caller, wanted)
     end = caller.ends["poison"]
     assert end.error is not None
     assert "died more than once" in end.error.message
-    num_deaths = sum(member.num_deaths for member in members)
+    num_deaths = sum(replica.num_deaths for replica in replicas)
     assert num_deaths == (1 + MAX_FROM_OUTSIDE if from_outside else 2)
     assert num_deaths <= 3
     fleet.stop()
 
 
-def _step_killed(member: HashMember) -> None:
+def _step_killed(replica: HashReplica) -> None:
     """A step in which a death looks as if it came from outside, as with a whole machine."""
-    die = member.die
-    member.die = lambda *, from_outside: die(from_outside=True)  # type: ignore[method-assign]
-    member.step()
-    member.die = die  # type: ignore[method-assign]
+    die = replica.die
+    replica.die = lambda *, from_outside: die(from_outside=True)  # type: ignore[method-assign]
+    replica.step()
+    replica.die = die  # type: ignore[method-assign]
 
 
 def test_a_drain_gets_nothing_new_and_moves_what_is_left() -> None:
@@ -418,8 +418,8 @@ def test_a_drain_gets_nothing_new_and_moves_what_is_left() -> None:
     wanted = [request(f"r{i}", i, 7, max_tokens=30) for i in range(4)]
     fleet.add(wanted[0])
     fleet.add(wanted[1])
-    for member in (a, b):
-        member.step()
+    for replica in (a, b):
+        replica.step()
     fleet.draining(a, 2.0)
     fleet.add(wanted[2])
     fleet.add(wanted[3])
@@ -434,11 +434,11 @@ def test_a_drain_gets_nothing_new_and_moves_what_is_left() -> None:
     assert (moved.num_crashes, len(moved.output_token_ids)) == (0, 2)
     finish(fleet, caller, wanted)
     fleet.leave("a")
-    assert fleet.members == {"b": b}
+    assert fleet.replicas == {"b": b}
     fleet.stop()
 
 
-def test_an_abort_reaches_the_member_and_makes_room() -> None:
+def test_an_abort_reaches_the_replica_and_makes_room() -> None:
     (a,) = of("a", max_batch_size=1, max_waiting_requests=0)
     fleet, caller = started(a)
     wanted = [request(f"r{i}", i, 7) for i in range(3)]
@@ -455,7 +455,7 @@ def test_an_abort_reaches_the_member_and_makes_room() -> None:
     fleet.stop()
 
 
-def test_what_a_member_fell_silent_with_is_suspected() -> None:
+def test_what_a_replica_fell_silent_with_is_suspected() -> None:
     a, b = of("a", "b")
     fleet, caller = started(a, b)
     fleet.add(request("r"))
@@ -482,24 +482,24 @@ def test_the_journal_takes_tokens_from_the_holder_only() -> None:
     assert resumed.output_token_ids == (5,)
 
 
-# ---- equal members
+# ---- equal replicas
 
 OTHER = Fingerprint(model="model", numbers="other")
 
 
-def test_streams_go_to_equal_members_first() -> None:
+def test_streams_go_to_equal_replicas_first() -> None:
     a, b, c = of("a", "b", "c")
     b.fingerprint = OTHER
     fleet, caller = started(a, b, c)
     wanted = [request(f"r{i}", i, 7) for i in range(9)]
     for each in wanted:
         fleet.add(each)
-    for member in (a, b, c):
-        member.step()
+    for replica in (a, b, c):
+        replica.step()
     a.die(from_outside=True)
     finish(fleet, caller, wanted)
-    assert {"a", "b"} not in caller.members.values()
-    assert {"a", "c"} in caller.members.values()
+    assert {"a", "b"} not in caller.replicas.values()
+    assert {"a", "c"} in caller.replicas.values()
     assert fleet.stats().counters.num_moved_unequal == 0
     fleet.stop()
 
@@ -553,7 +553,7 @@ def test_exact_moves_what_has_no_token_anywhere() -> None:
     fleet.add(request("r", 1, 7))
     a.die(from_outside=True)
     finish(fleet, caller, [request("r", 1, 7)])
-    assert caller.members["r"] == {"b"}
+    assert caller.replicas["r"] == {"b"}
     fleet.stop()
 
 
@@ -566,7 +566,7 @@ def test_exact_moves_what_has_no_token_anywhere() -> None:
         (EQUAL, {"vocab_size": 50}, "its vocabulary has 50 ids"),
     ],
 )
-def test_a_member_of_another_model_is_kept_out_and_named(
+def test_a_replica_of_another_model_is_kept_out_and_named(
     fingerprint: Fingerprint, settings: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (a,) = of("a")
@@ -580,9 +580,9 @@ def test_a_member_of_another_model_is_kept_out_and_named(
     assert "stranger is kept out of the fleet" in caplog.text
     assert why in caplog.text
     finish(fleet, caller, wanted)
-    assert set().union(*caller.members.values()) == {"a"}
+    assert set().union(*caller.replicas.values()) == {"a"}
     with pytest.raises(ValueError, match="'a' is there already"):
-        fleet.join(HashMember("a", **SMALL))
+        fleet.join(HashReplica("a", **SMALL))
     fleet.stop()
 
 
@@ -600,14 +600,14 @@ def test_limits_are_summed_and_lengths_are_not() -> None:
     assert fleet_limits([two, two]).max_waiting_tokens == 14
 
 
-def test_the_least_loaded_member_gets_a_request() -> None:
-    members = of("a", "b", "c")
-    fleet, caller = started(*members)
+def test_the_least_loaded_replica_gets_a_request() -> None:
+    replicas = of("a", "b", "c")
+    fleet, caller = started(*replicas)
     prompts = [(1,) * 12, (2,) * 3, (3,) * 3, (4,) * 3, (5,) * 3, (6,) * 3]
     wanted = [request(f"r{i}", *prompt) for i, prompt in enumerate(prompts)]
     for each in wanted:
         fleet.add(each)
-    loads = [member.core.scheduler.num_unfinished for member in members if member.core]
+    loads = [replica.core.scheduler.num_unfinished for replica in replicas if replica.core]
     assert loads == [1, 3, 2]
     finish(fleet, caller, wanted)
     fleet.stop()
@@ -617,7 +617,7 @@ def test_a_load_follows_its_requests_to_the_end() -> None:
     limits = EngineLimits(
         vocab_size=9, max_seq_len=50, num_seats=1, max_waiting_requests=2, max_waiting_tokens=4
     )
-    load = MemberLoad("a", limits)
+    load = ReplicaLoad("a", limits)
     assert load.has_room(50)
     load.add(request("r", *range(9)))
     assert not load.has_room(4)
@@ -627,7 +627,7 @@ def test_a_load_follows_its_requests_to_the_end() -> None:
     assert (load.num_waiting_tokens, load.num_unfinished, load.has_room(50)) == (0, 0, True)
 
 
-def test_stats_are_summed_over_members_and_go_on_after_they_leave() -> None:
+def test_stats_are_summed_over_replicas_and_go_on_after_they_leave() -> None:
     a, b = of("a", "b")
     fleet, _ = started(a, b)
     a.die(from_outside=True)
@@ -636,7 +636,7 @@ def test_stats_are_summed_over_members_and_go_on_after_they_leave() -> None:
     assert fleet.stats().counters.num_restarts == 2
     fleet.leave("a")
     assert fleet.stats().counters.num_restarts == 2
-    assert Counter(fleet.stats_of_members().keys()) == Counter("b")
+    assert Counter(fleet.stats_of_replicas().keys()) == Counter("b")
     fleet.stop()
 
 

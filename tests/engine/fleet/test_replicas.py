@@ -16,12 +16,12 @@ import pytest
 
 from infer import SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
-from infer.engine.process.launch import FleetSettings
-from infer.engine.process.supervisor import EngineProcess
+from infer.replicas.launch import FleetSettings
+from infer.replicas.replica import Replica
 from infer.types import Request, TokenLogprobs
 from tests.support.cases import timed
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import fake_logprobs, launch_hash_llm, processes_of, solo
+from tests.support.doubles import fake_logprobs, launch_hash_llm, process_id, replicas_of, solo
 from tests.support.server_process import Findings
 
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=150, ignore_eos=True, logprobs=2)
@@ -37,9 +37,10 @@ def run(body: Callable[[AsyncLLM], Awaitable[Any]], replicas: int = 2, **setting
     return asyncio.run(main())
 
 
-def send(process: EngineProcess, number: int) -> None:
-    assert process.pid is not None
-    os.kill(process.pid, number)
+def send(replica: Replica, number: int) -> None:
+    pid = process_id(replica)
+    assert pid is not None
+    os.kill(pid, number)
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
@@ -84,7 +85,7 @@ def test_a_killed_engine_loses_nothing_and_the_other_goes_on_at_once(
 ) -> None:
     async def body(llm: AsyncLLM) -> None:
         streams = Streams(llm, 16)
-        first, second = processes_of(llm)
+        first, second = replicas_of(llm)
         both = (first, second)
         await until(lambda: all(p.stats().counters.num_sampled_tokens > 200 for p in both))
         send(first, signal.SIGKILL)
@@ -107,8 +108,8 @@ def test_a_killed_engine_loses_nothing_and_the_other_goes_on_at_once(
 def test_a_stopped_engine_is_left_and_takes_part_again_when_it_wakes(most_s: float) -> None:
     async def body(llm: AsyncLLM) -> None:
         streams = Streams(llm, 8)
-        first, _ = processes_of(llm)
-        pid = first.pid
+        first, _ = replicas_of(llm)
+        pid = process_id(first)
         await until(lambda: first.stats().counters.num_sampled_tokens > 100)
         send(first, signal.SIGSTOP)
         assert 2 < await streams.longest_pause_s() < most_s
@@ -119,7 +120,7 @@ def test_a_stopped_engine_is_left_and_takes_part_again_when_it_wakes(most_s: flo
         await Streams(llm, 8).longest_pause_s()
         assert first.stats().counters.num_submitted == 4 + 4
         stats = llm.stats()
-        assert (first.pid, stats["num_restarts"], stats["num_moved"]) == (pid, 0, 4)
+        assert (process_id(first), stats["num_restarts"], stats["num_moved"]) == (pid, 0, 4)
 
     run(body)
 
@@ -159,8 +160,8 @@ def test_a_hundred_rounds_of_three() -> None:
         for number in range(100):
             streams = Streams(llm, 100)
             await asyncio.sleep(dice.uniform(0, 1))
-            victim = dice.choice(processes_of(llm))
-            await until(lambda victim=victim: victim.pid is not None)  # type: ignore[misc]
+            victim = dice.choice(replicas_of(llm))
+            await until(lambda victim=victim: process_id(victim) is not None)  # type: ignore[misc]
             send(victim, signal.SIGSTOP if number % 20 == 19 else signal.SIGKILL)
             pause_s = await streams.longest_pause_s()
             if number % 20 == 19:

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-import infer.engine.fleet.routing as routing
-from infer.engine.fleet.fleet import Fleet
-from infer.engine.fleet.router import MemberLoad, Router
-from infer.engine.fleet.routing import KnownMember, PageView, PrefixRouter, Routing, make_router
+import infer.replicas.routing as routing
+from infer.replicas.fleet import Fleet
+from infer.replicas.router import ReplicaLoad, Router
+from infer.replicas.routing import KnownReplica, PageView, PrefixRouter, Routing, make_router
 from infer.schedule.index_changes import chain
 from infer.types import Request, SamplingParams
 from infer.types.page_changes import PageChanges
 from infer.types.step_events import ForeignLoad, StepEvents
-from tests.support.fleet_members import Caller, HashMember
+from tests.support.fleet_replicas import Caller, HashReplica
 from tests.support.routed_engines import COSTS_S, RoutedEngine, RoutedEngines
 
 PAGE = 4
@@ -165,9 +165,9 @@ def losses_are_noticed(router: PrefixRouter) -> bool:
     (engine,) = world.engines
     reported, is_lost = router.reported, False
 
-    def losing(member: MemberLoad, outputs: Any, step_events: StepEvents | None) -> None:
+    def losing(replica: ReplicaLoad, outputs: Any, step_events: StepEvents | None) -> None:
         if not is_lost:
-            reported(member, outputs, step_events)
+            reported(replica, outputs, step_events)
 
     router.reported = losing  # type: ignore[method-assign]
     for number in range(40):
@@ -286,20 +286,20 @@ def test_old_pages_count_until_the_new_ones_are_complete() -> None:
     assert not view.is_stale
 
 
-def test_a_fleet_tells_its_router_which_pages_its_members_have() -> None:
+def test_a_fleet_tells_its_router_which_pages_its_replicas_have() -> None:
     """Four conversations, two engines: each second turn goes where the first one was computed."""
-    members = [HashMember(f"m{i}", max_batch_size=8) for i in range(2)]
+    replicas = [HashReplica(f"m{i}", max_batch_size=8) for i in range(2)]
     caller = Caller()
-    fleet = Fleet(members, router=PrefixRouter(), watch_s=3600)
+    fleet = Fleet(replicas, router=PrefixRouter(), watch_s=3600)
     fleet.start(caller.deliver, caller.died)
     prompts = [[i, *range(30)] for i in range(4)]
     for turn in range(2):
         for i, prompt in enumerate(prompts):
             fleet.add(ask(f"{turn} {i}", prompt + [9] * turn))
         for _ in range(50):
-            for member in members:
-                member.step()
-    counters = [member.core.stats().counters for member in members if member.core is not None]
+            for replica in replicas:
+                replica.step()
+    counters = [replica.core.stats().counters for replica in replicas if replica.core is not None]
     assert all(each.num_submitted == 4 for each in counters)
     assert all(each.num_cached_tokens == 2 * 28 for each in counters)
     assert len(caller.ends) == 8
@@ -347,13 +347,13 @@ def _without_pages(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_load(patch: pytest.MonkeyPatch) -> None:
-    send = KnownMember.send
+    send = KnownReplica.send
 
     def forgetful(known: Any, request_id: str, sent: Any) -> None:
         sent.num_tokens = 0
         send(known, request_id, sent)
 
-    patch.setattr(KnownMember, "send", forgetful)
+    patch.setattr(KnownReplica, "send", forgetful)
 
 
 def _without_a_share(patch: pytest.MonkeyPatch) -> None:
@@ -361,13 +361,13 @@ def _without_a_share(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_promises(patch: pytest.MonkeyPatch) -> None:
-    send = KnownMember.send
+    send = KnownReplica.send
 
     def literal(known: Any, request_id: str, sent: Any) -> None:
         sent.pages = ()
         send(known, request_id, sent)
 
-    patch.setattr(KnownMember, "send", literal)
+    patch.setattr(KnownReplica, "send", literal)
 
 
 @pytest.mark.parametrize(

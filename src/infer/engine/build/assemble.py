@@ -310,7 +310,7 @@ def pinned_settings(core: EngineCore, device: torch.device) -> dict[str, Any]:
 
 
 def prepare_process(settings: dict[str, Any]) -> Blueprint:
-    """`prepare` for `engine.process.child`, from the fields of an `EngineConfig`."""
+    """`prepare` for `replicas.child`, from the fields of an `EngineConfig`."""
     settings = dict(settings)
     given = settings.pop(SETTING, None)
     config = EngineConfig(**settings)

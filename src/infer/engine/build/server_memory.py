@@ -17,7 +17,7 @@ from infer.main_memory import available_bytes, proc_bytes
 
 _MIB = 1 << 20
 STANDBY_ABOVE = 2 << 30
-"""bytes of available main memory from which on `engine.process.standby` has one"""
+"""bytes of available main memory from which on `replicas.standby` has one"""
 ENGINE_NAME = "infer-engine"
 """name by which the system knows an engine process"""
 KEPT_BYTES, KEPT_SHARE = 300 * _MIB, 0.1

@@ -20,10 +20,10 @@ from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
-from infer.engine.client.engine_client import EngineClient
 from infer.engine.client.input import InputProcessor
 from infer.engine.client.mailbox import Mailbox, MailboxLimits, OpenRequest
 from infer.engine.client.output import OutputProcessor, collected
+from infer.engine.engine_client import EngineClient
 from infer.errors import (
     CancelledError,
     EngineDeadError,
@@ -357,13 +357,13 @@ class AsyncLLM:
         limits = self._input_processor.limits
         return ServingStats(self.engine_client.stats(), copy(self._counts), limits, self.num_open)
 
-    def stats_of_members(self) -> Mapping[str, EngineStats]:
+    def stats_of_replicas(self) -> Mapping[str, EngineStats]:
         """The statistics of each engine by name, where engines have names; see `EngineClient`."""
-        return self.engine_client.stats_of_members()
+        return self.engine_client.stats_of_replicas()
 
-    def ready_members(self) -> frozenset[str]:
+    def ready_replicas(self) -> frozenset[str]:
         """Names of those of these engines that work on requests now."""
-        return self.engine_client.ready_members()
+        return self.engine_client.ready_replicas()
 
     def snapshot(self) -> dict[str, OpenRequest]:
         """What waits for the readers of the open requests, by request id."""

@@ -96,7 +96,7 @@ class StepRow(NamedTuple):
     """of the engine, after the last of the steps"""
     num_indexed_pages: int
     """of the engine, after the last of the steps"""
-    member: str = ""
+    replica: str = ""
     """name of the engine, where there are several"""
     number: int = 0
     """number of the last of the steps at its engine"""
@@ -111,7 +111,7 @@ class StepRow(NamedTuple):
             self.num_prompt_tokens + other.num_prompt_tokens,
             other.num_free_pages,
             other.num_indexed_pages,
-            self.member,
+            self.replica,
             other.number,
         )
 
@@ -121,9 +121,9 @@ def _halved(rows: list[StepRow]) -> list[StepRow]:
     halved: list[StepRow] = []
     single: dict[str, int] = {}  # engine → index of its row that has no partner yet
     for row in rows:
-        index = single.pop(row.member, None)
+        index = single.pop(row.replica, None)
         if index is None:
-            single[row.member] = len(halved)
+            single[row.replica] = len(halved)
             halved.append(row)
         else:
             halved[index] = halved[index].merged(row)
@@ -278,8 +278,8 @@ class FrameBuilder:
         return frames
 
     def _add_step(self, step_events: StepEvents) -> None:
-        number, member = step_events.number, step_events.member
-        if member:
+        number, replica = step_events.number, step_events.replica
+        if replica:
             number = 1 + (self._last_number or 0)  # the steps of all engines are counted
         elif self._last_number is not None and number < self._last_number:
             self.restarted()
@@ -297,7 +297,7 @@ class FrameBuilder:
             step_events.num_prompt_tokens,
             step_events.num_free_pages,
             step_events.num_indexed_pages,
-            member,
+            replica,
             step_events.number,
         )
         frame.rows.append(row)
@@ -312,7 +312,7 @@ class FrameBuilder:
 
     def _add_event(self, event: RequestEvent, at_s: float, step: FoldedStep) -> None:
         """Note an event; a new request is introduced by an event of its own."""
-        more: dict[str, Any] = {"replica": step.member} if step.member else {}
+        more: dict[str, Any] = {"replica": step.replica} if step.replica else {}
         request = self._followed.get(event.request_id)
         if request is None:
             if isinstance(event, Queued) and len(self._followed) >= MAX_FOLLOWED:
@@ -439,7 +439,7 @@ def state_fields(state: RequestState) -> dict[str, Any]:
         "cached_tokens": state.num_cached,
         "computed_tokens": state.num_computed,
         "output_tokens": state.num_output,
-        "replica": state.member,
+        "replica": state.replica,
     }
 
 
@@ -493,8 +493,8 @@ def _step_columns(rows: list[StepRow], since_s: float) -> dict[str, list[Any]]:
         "free_pages": [row.num_free_pages for row in rows],
         "cached_pages": [row.num_indexed_pages for row in rows],
     }
-    if rows[0].member:
-        columns["replica"] = [row.member for row in rows]
+    if rows[0].replica:
+        columns["replica"] = [row.replica for row in rows]
         columns["number"] = [row.number for row in rows]
     return columns
 

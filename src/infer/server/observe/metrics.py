@@ -257,10 +257,10 @@ class Metrics:
 
     def _replicas(self) -> dict[str, Any]:
         """The numbers of each engine, where there are several."""
-        mode, ready = self._engine.batching_mode, self._engine.ready_members()
+        mode, ready = self._engine.batching_mode, self._engine.ready_replicas()
         replicas = {
             name: {"ready": name in ready, **each.by_name(mode)}
-            for name, each in self._engine.stats_of_members().items()
+            for name, each in self._engine.stats_of_replicas().items()
         }
         return {"replicas": replicas} if replicas else {}
 
@@ -277,15 +277,15 @@ class Metrics:
         at = {str(place): n for place, n in sorted(stats.counters.num_accepted_at.items())}
         yield self._labelled("spec_decode_num_accepted_tokens_per_pos", "position", at)
         yield from self._summary(serving)
-        if members := self._engine.stats_of_members():
-            ready = self._engine.ready_members()
-            states = {member: float(member in ready) for member in members}
+        if replicas := self._engine.stats_of_replicas():
+            ready = self._engine.ready_replicas()
+            states = {replica: float(replica in ready) for replica in replicas}
             yield self._labelled("replica_ready", "replica", states, GaugeMetricFamily)
             for name, gauge in _GAUGES.items():
-                values = {member: gauge(each.gauges) for member, each in members.items()}
+                values = {replica: gauge(each.gauges) for replica, each in replicas.items()}
                 yield self._labelled(f"replica_{name}", "replica", values, GaugeMetricFamily)
             for name, counter in _COUNTERS_OF_REPLICAS.items():
-                values = {member: counter(each.counters) for member, each in members.items()}
+                values = {replica: counter(each.counters) for replica, each in replicas.items()}
                 yield self._labelled(f"replica_{name}", "replica", values)
         yield self._labelled("request_success", "finished_reason", self._outcomes)
         yield self._labelled("admission_rejections", "reason", self._refusals)

@@ -373,7 +373,7 @@ class RequestTraces:
         choices, known_s, bucket = self._choices, -1.0, 0
         for event, at_s in step.events:
             if isinstance(event, BatchEvent):
-                self._record_batch(event, step.member)
+                self._record_batch(event, step.replica)
             elif (choice_trace := choices.get(event.request_id)) is not None:
                 self._record_event(choice_trace, event, at_s, step.step)
         for state, number, before_s in step.tokens:
@@ -396,12 +396,12 @@ class RequestTraces:
         if (choice_trace := self._choices.get(request_id)) is not None:
             choice_trace.reason = reason
 
-    def _record_batch(self, event: BatchEvent, member: str) -> None:
+    def _record_batch(self, event: BatchEvent, replica: str) -> None:
         match event:
             case BatchFormed():
-                self._batches[member] = BatchTrace(event)
+                self._batches[replica] = BatchTrace(event)
             case BatchEnded():
-                batch = self._batches.pop(member, None)
+                batch = self._batches.pop(replica, None)
                 if batch is None or batch.formed.batch_id != event.batch_id:
                     return  # its engine has died meanwhile
                 batch.ended = event
@@ -410,10 +410,10 @@ class RequestTraces:
             case _:
                 assert_never(event)
 
-    def _join_batch(self, trace: RequestTrace, batch_id: str, member: str) -> None:
+    def _join_batch(self, trace: RequestTrace, batch_id: str, replica: str) -> None:
         """Note that a choice of a request is in the batch that runs; its choices may be in
         several."""
-        batch = self._batches.get(member)
+        batch = self._batches.get(replica)
         if batch is None or batch.formed.batch_id != batch_id or batch in trace.batches:
             return
         if len(trace.batches) < MAX_BATCHES:
@@ -430,14 +430,14 @@ class RequestTraces:
             trace.record(at_s, choice_trace.index, kind_of(event))
             return
         if isinstance(event, Admitted) and event.batch_id is not None:
-            self._join_batch(trace, event.batch_id, step_events.member)
+            self._join_batch(trace, event.batch_id, step_events.replica)
         if isinstance(event, ComputedChunk):
             at_s = step_events.ended_s
         details = fields_of(event, lambda name: self._shown(name, trace))
         details["step"] = step_events.number
-        if step_events.member:
-            details["replica"] = step_events.member
-            trace.ran_on(step_events.member)
+        if step_events.replica:
+            details["replica"] = step_events.replica
+            trace.ran_on(step_events.replica)
         trace.record(at_s, choice_trace.index, kind_of(event), **details)
 
     def _shown(self, name: str, trace: RequestTrace) -> str:
@@ -451,13 +451,13 @@ class RequestTraces:
         self, choice_trace: ChoiceTrace, number: int, before_s: float, step_events: StepEvents
     ) -> None:
         """Note the gap before a token, the `number`-th of its choice."""
-        trace, member, gap_s = (
+        trace, replica, gap_s = (
             choice_trace.trace,
-            step_events.member,
+            step_events.replica,
             step_events.ended_s - before_s,
         )
         within = [
-            step for step in self._steps if step.started_s >= before_s and step.member == member
+            step for step in self._steps if step.started_s >= before_s and step.replica == replica
         ]
         slowest = max(within, key=lambda step: step.ended_s - step.started_s, default=step_events)
         chunks = [event for event in slowest.events if isinstance(event, ComputedChunk)]
@@ -473,7 +473,7 @@ class RequestTraces:
                 "sequences": slowest.num_sequences,
                 "prompt_tokens": slowest.num_prompt_tokens,
                 "prompts_of": [self._shown(event.request_id, trace) for event in chunks[:4]],
-                **({"replica": member} if member else {}),
+                **({"replica": replica} if replica else {}),
             },
         }
         trace.gaps.append((gap_s, details))

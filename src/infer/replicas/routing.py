@@ -1,23 +1,23 @@
 """`PrefixRouter`: a request goes where its first token is expected first
 
-That time is the prompt tokens that a member has to compute before it, times the measured time of a
+That time is the prompt tokens that a replica has to compute before it, times the measured time of a
 prompt token, plus the expected wait for a seat. The tokens are those of requests without a first
-token, and the request's own that are not cached there. A router knows the pages that each member's
+token, and the request's own that are not cached there. A router knows the pages that each replica's
 prefix index holds, as hashes that begin at the cache scope (`schedule.index_changes`). So another
 tenant's cache attracts nobody, and says nothing about what that tenant has asked.
 
 Three things stand beside the formula:
 
 - A token computed in a full cache pushes out one that was computed before, so it counts twice.
-- Times within `TOLERANCE` of the shortest are equal, because they are measured. Of equal members
+- Times within `TOLERANCE` of the shortest are equal, because they are measured. Of equal replicas
   those are taken that compute the fewest tokens for it, within `TOLERANCE` again; of these the one
   with the fewest requests, then the one with the most empty pages.
-- No member gets much more than `MAX_SHARE` times its share of the unfinished requests. A first
+- No replica gets much more than `MAX_SHARE` times its share of the unfinished requests. A first
   token says nothing about the tokens after it, which are slower in a large batch. So a prefix that
   everybody uses is soon cached by several. (Mirrokni et al. 2018, "Consistent Hashing with Bounded
   Loads".)
 
-`RoundRobinRouter` takes one member after the other, for comparison.
+`RoundRobinRouter` takes one replica after the other, for comparison.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
-from infer.engine.fleet.router import LeastRouter, MemberLoad, Router, num_tokens_of
+from infer.replicas.router import LeastRouter, ReplicaLoad, Router, num_tokens_of
 from infer.schedule.index_changes import chain
 from infer.types import Request, StepOutput
 from infer.types.page_changes import HASH_BYTES, PageChanges
 from infer.types.step_events import ForeignLoad, StepEvents
 
 Routing = Literal["prefix", "least", "round-robin"]
-"""how requests are divided between members"""
+"""how requests are divided between replicas"""
 
 MAX_SHARE = 1.5
-"""share of the unfinished requests that a member may have, beside its share of the seats"""
+"""share of the unfinished requests that a replica may have, beside its share of the seats"""
 SPARE = 0.125
-"""share of its own seats by which a member may have more; few requests are never divided evenly"""
+"""share of its own seats by which a replica may have more; few requests are never divided evenly"""
 TOLERANCE = 1.25
 """factor between expected times that are taken as equal"""
 MAX_CHAIN = 1024
 """pages at the beginning of a prompt that are looked for; hashing them takes a millisecond"""
 PATIENCE = 16
-"""reports that a member may send before it answers"""
+"""reports that a replica may send before it answers"""
 TOKEN_S = 1e-3
-"""seconds of a prompt token where no member has been measured"""
+"""seconds of a prompt token where no replica has been measured"""
 SEATED_S = 1.0
-"""seconds for which a request keeps its seat where no member has been measured"""
+"""seconds for which a request keeps its seat where no replica has been measured"""
 _DECAY = 0.98
 """weight of all older measurements at each new one"""
 _NO_LOAD = ForeignLoad(0, 0, 0)
@@ -129,12 +129,12 @@ class _Sent:
 
 
 @dataclass(slots=True)
-class KnownMember:
-    """What a router knows about one life of a member, beside its `MemberLoad`."""
+class KnownReplica:
+    """What a router knows about one generation of a replica, beside its `ReplicaLoad`."""
 
     view: PageView = field(default_factory=PageView)
     patience: int = 0
-    """complete reports of pages after which the member is asked again for all of them; the answer
+    """complete reports of pages after which the replica is asked again for all of them; the answer
     to the last time may be on its way, or lost"""
     sent: dict[str, _Sent] = field(default_factory=dict)
     """the requests without a first token"""
@@ -166,7 +166,7 @@ class KnownMember:
         return max(0.0, self.num_pages - self.num_indexed - num_running)
 
     def send(self, request_id: str, sent: _Sent) -> None:
-        """A request goes to the member."""
+        """A request goes to the replica."""
         self.drop(request_id)
         self.sent[request_id] = sent
         self.promised.update(sent.pages)
@@ -180,7 +180,7 @@ class KnownMember:
                 else:
                     self.promised[name] -= 1
 
-    def prune(self, load: MemberLoad) -> None:
+    def prune(self, load: ReplicaLoad) -> None:
         """Forget the requests that have left without an output."""
         for request_id in [each for each in self.sent if not load.holds(each)]:
             self.drop(request_id)
@@ -205,8 +205,8 @@ def _typical(values: Sequence[float | None], default: float) -> list[float]:
     return [mean if value is None else value for value in values]
 
 
-def _page_size(load: MemberLoad) -> int:
-    """Tokens in a page that requests may share at a member; 0: they share nothing."""
+def _page_size(load: ReplicaLoad) -> int:
+    """Tokens in a page that requests may share at a replica; 0: they share nothing."""
     return load.limits.page_size if load.limits.prefix_caching else 0
 
 
@@ -224,122 +224,122 @@ class PrefixRouter(Router):
     def __init__(self, *, max_share: float = MAX_SHARE) -> None:
         """`max_share`: see `MAX_SHARE`."""
         self._max_share = max_share
-        self._known: dict[MemberLoad, KnownMember] = {}
+        self._known: dict[ReplicaLoad, KnownReplica] = {}
         self._num_chosen = 0
 
-    def choose(self, request: Request, members: Sequence[MemberLoad]) -> MemberLoad:
+    def choose(self, request: Request, replicas: Sequence[ReplicaLoad]) -> ReplicaLoad:
         """See `Router`."""
         num_tokens = num_tokens_of(request)
-        sizes = {_page_size(load): _pages(request, _page_size(load)) for load in members}
-        known = [self._known.setdefault(load, KnownMember()) for load in members]
+        sizes = {_page_size(load): _pages(request, _page_size(load)) for load in replicas}
+        known = [self._known.setdefault(load, KnownReplica()) for load in replicas]
         own = []
-        for load, each in zip(members, known, strict=True):
+        for load, each in zip(replicas, known, strict=True):
             each.prune(load)
             size = _page_size(load)
             own.append(num_tokens - each.num_cached(sizes[size]) * size)
-        times_s = self._expected_s(members, known, own)
-        chosen = self._best(members, known, times_s, own)
+        times_s = self._expected_s(replicas, known, own)
+        chosen = self._best(replicas, known, times_s, own)
         self._num_chosen += 1
         known[chosen].last_choice = self._num_chosen
-        sent = _Sent(own[chosen], sizes[_page_size(members[chosen])])
+        sent = _Sent(own[chosen], sizes[_page_size(replicas[chosen])])
         known[chosen].send(request.request_id, sent)
-        return members[chosen]
+        return replicas[chosen]
 
-    def num_cached(self, request: Request, member: MemberLoad) -> int:
-        """Leading tokens of a request that a member has in its cache, as far as is known."""
-        size = _page_size(member)
-        return self._known[member].num_cached(_pages(request, size)) * size
+    def num_cached(self, request: Request, replica: ReplicaLoad) -> int:
+        """Leading tokens of a request that a replica has in its cache, as far as is known."""
+        size = _page_size(replica)
+        return self._known[replica].num_cached(_pages(request, size)) * size
 
     def reported(
-        self, member: MemberLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
+        self, replica: ReplicaLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
     ) -> None:
         """See `Router`."""
-        known = self._known.setdefault(member, KnownMember())
+        known = self._known.setdefault(replica, KnownReplica())
         if step_events is not None:
             known.stepped(step_events)
         now_s = None if step_events is None else step_events.ended_s
         for output in outputs:
             known.drop(output.request_id)
             if output.finish_reason is not None and now_s is not None:
-                began_s = member.seated_s(output.request_id)
+                began_s = replica.seated_s(output.request_id)
                 if began_s is not None:
                     known.stay_s.add(now_s - began_s)
 
-    def should_follow(self, member: MemberLoad) -> bool:
+    def should_follow(self, replica: ReplicaLoad) -> bool:
         """See `Router`."""
-        known = self._known.setdefault(member, KnownMember())
-        if not known.view.is_stale or known.patience or not _page_size(member):
+        known = self._known.setdefault(replica, KnownReplica())
+        if not known.view.is_stale or known.patience or not _page_size(replica):
             return False
         known.patience = PATIENCE
         return True
 
-    def forget(self, member: MemberLoad) -> None:
+    def forget(self, replica: ReplicaLoad) -> None:
         """See `Router`."""
-        self._known.pop(member, None)
+        self._known.pop(replica, None)
 
     @staticmethod
     def _expected_s(
-        members: Sequence[MemberLoad], known: Sequence[KnownMember], own: Sequence[int]
+        replicas: Sequence[ReplicaLoad], known: Sequence[KnownReplica], own: Sequence[int]
     ) -> list[float]:
-        """Seconds until the first token, for each member. `own`: tokens of the request that are not
-        cached there."""
+        """Seconds until the first token, for each replica. `own`: tokens of the request that are
+        not cached there."""
         token_s = _typical([each.token_s.value for each in known], TOKEN_S)
         stay_s = _typical([each.stay_s.value for each in known], SEATED_S)
         times_s = []
-        for place, (load, each) in enumerate(zip(members, known, strict=True)):
+        for index, (load, each) in enumerate(zip(replicas, known, strict=True)):
             num_running = load.num_running + each.foreign.num_running
             sent = each.sent.items()
             waiting = sum(load.num_left(name, request.num_tokens) for name, request in sent)
             room = each.num_empty(num_running) * load.limits.page_size
-            dropped = max(0.0, own[place] - room)
-            work = waiting + each.foreign.num_prompt_tokens + own[place] + dropped
+            dropped = max(0.0, own[index] - room)
+            work = waiting + each.foreign.num_prompt_tokens + own[index] + dropped
             queue = load.num_waiting + each.foreign.num_waiting + 1
             behind = max(0, queue - max(0, load.limits.num_seats - num_running))
-            seat_s = behind * stay_s[place] / load.limits.num_seats
-            times_s.append(work * token_s[place] + seat_s)
+            seat_s = behind * stay_s[index] / load.limits.num_seats
+            times_s.append(work * token_s[index] + seat_s)
         return times_s
 
     def _best(
         self,
-        members: Sequence[MemberLoad],
-        known: Sequence[KnownMember],
+        replicas: Sequence[ReplicaLoad],
+        known: Sequence[KnownReplica],
         times_s: Sequence[float],
         own: Sequence[int],
     ) -> int:
-        """Place of the member with the shortest time, of those that have not too much to do. `own`:
-        see `_expected_s`."""
+        """Index of the replica with the shortest time, of those that have not too much to do.
+        `own`: see `_expected_s`."""
         unfinished = [
             load.num_unfinished + each.foreign.num_running + each.foreign.num_waiting
-            for load, each in zip(members, known, strict=True)
+            for load, each in zip(replicas, known, strict=True)
         ]
-        num_seats = sum(load.limits.num_seats for load in members)
+        num_seats = sum(load.limits.num_seats for load in replicas)
         share = self._max_share * (sum(unfinished) + 1) / num_seats + SPARE
-        places = [
-            place
-            for place, load in enumerate(members)
-            if unfinished[place] < share * load.limits.num_seats
+        indices = [
+            index
+            for index, load in enumerate(replicas)
+            if unfinished[index] < share * load.limits.num_seats
         ]
         for costs in (times_s, own):
-            limit = TOLERANCE * min(costs[place] for place in places)
-            places = [place for place in places if costs[place] <= limit]
+            limit = TOLERANCE * min(costs[index] for index in indices)
+            indices = [index for index in indices if costs[index] <= limit]
 
-        def order(place: int) -> tuple[float, float, int]:
-            load, each = members[place], known[place]
-            busy = unfinished[place] / load.limits.num_seats
+        def order(index: int) -> tuple[float, float, int]:
+            load, each = replicas[index], known[index]
+            busy = unfinished[index] / load.limits.num_seats
             return busy, -each.num_empty(load.num_running), each.last_choice
 
-        return min(places, key=order)
+        return min(indices, key=order)
 
 
 class RoundRobinRouter(Router):
-    """Takes one member after the other, in the order of their names."""
+    """Takes one replica after the other, in the order of their names."""
 
     def __init__(self) -> None:
         self._last = ""
 
-    def choose(self, request: Request, members: Sequence[MemberLoad]) -> MemberLoad:
+    def choose(self, request: Request, replicas: Sequence[ReplicaLoad]) -> ReplicaLoad:
         """See `Router`."""
-        ordered = sorted(members, key=lambda load: load.name)
+        ordered = sorted(replicas, key=lambda load: load.name)
         chosen = next((load for load in ordered if load.name > self._last), ordered[0])
         self._last = chosen.name
         return chosen

@@ -1,7 +1,7 @@
-"""`Router`: which member of a fleet gets a request; `LeastRouter`: the one with the least to do
+"""`Router`: which replica of a fleet gets a request; `LeastRouter`: the one with the least to do
 
-`MemberLoad` is what the fleet knows about a member: its limits, and what it has of the fleet's
-requests. It follows the events of the member's steps, so it is late by a step at most.
+`ReplicaLoad` is what the fleet knows about a replica: its limits, and what it has of the fleet's
+requests. It follows the events of the replica's steps, so it is late by a step at most.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from infer.types.engine_limits import EngineLimits
 from infer.types.step_events import StepEvents
 
 
-class MemberLoad:
-    """What one life of a member has to do."""
+class ReplicaLoad:
+    """What one generation of a replica has to do."""
 
     def __init__(self, name: str, limits: EngineLimits) -> None:
         self.name = name
-        """name of the member"""
+        """name of the replica"""
         self.limits = limits
         """limits of its engine"""
         self.states = RequestStates()
@@ -68,7 +68,7 @@ class MemberLoad:
         return self.states.get(request_id) is not None
 
     def add(self, request: Request) -> None:
-        """Count a request that is sent to the member."""
+        """Count a request that is sent to the replica."""
         self.states.add(request.request_id, num_tokens_of(request))
 
     def remove(self, request_id: str) -> None:
@@ -98,38 +98,38 @@ def num_tokens_of(request: Request) -> int:
 
 
 class Router(ABC):
-    """Chooses members. The fleet calls it with its lock held, one call at a time: a call may not
+    """Chooses replicas. The fleet calls it with its lock held, one call at a time: a call may not
     wait, and not call the fleet. A router that keeps nothing has `choose` only."""
 
     @abstractmethod
-    def choose(self, request: Request, members: Sequence[MemberLoad]) -> MemberLoad:
-        """One of the members for a request. There is at least one, and each is ready and has room.
-        The request may have output tokens, if another member began it."""
+    def choose(self, request: Request, replicas: Sequence[ReplicaLoad]) -> ReplicaLoad:
+        """One of the replicas for a request. There is at least one, and each is ready and has room.
+        The request may have output tokens, if another replica began it."""
 
     def reported(  # noqa: B027
-        self, member: MemberLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
+        self, replica: ReplicaLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
     ) -> None:
-        """A member has ended a step; called after its load has followed it, and before those that
+        """A replica has ended a step; called after its load has followed it, and before those that
         have ended leave the load."""
 
-    def should_follow(self, member: MemberLoad) -> bool:
-        """Whether the member is to report the pages of its prefix index from the beginning
-        (`FollowPages`). The fleet asks after `Member.ready` and after each `reported`, and does as
-        it is told: the answer is true once for each time."""
+    def should_follow(self, replica: ReplicaLoad) -> bool:
+        """Whether the replica is to report the pages of its prefix index from the beginning
+        (`FollowPages`). The fleet asks after `ReplicaContract.ready` and after each `reported`, and
+        does as it is told: the answer is true once for each time."""
         return False
 
-    def forget(self, member: MemberLoad) -> None:  # noqa: B027
-        """A life of a member has ended, and its cache with it."""
+    def forget(self, replica: ReplicaLoad) -> None:  # noqa: B027
+        """A generation of a replica has ended, and its cache with it."""
 
 
 class LeastRouter(Router):
-    """Chooses the member with the fewest tokens that wait, then the one with the fewest requests;
+    """Chooses the replica with the fewest tokens that wait, then the one with the fewest requests;
     one with a free seat before those without."""
 
-    def choose(self, request: Request, members: Sequence[MemberLoad]) -> MemberLoad:
+    def choose(self, request: Request, replicas: Sequence[ReplicaLoad]) -> ReplicaLoad:
         """See `Router`."""
 
-        def load(each: MemberLoad) -> tuple[bool, int, int]:
+        def load(each: ReplicaLoad) -> tuple[bool, int, int]:
             return not each.has_seat, each.num_waiting_tokens, each.num_unfinished
 
-        return min(members, key=load)
+        return min(replicas, key=load)

@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable
 
 from infer.engine.build.server_memory import STANDBY_ABOVE
-from infer.engine.process.engine_run import EngineRun
-from infer.engine.process.messages import Prepare
 from infer.main_memory import available_bytes
+from infer.replicas.engine_run import EngineRun
+from infer.replicas.messages import Prepare
 from infer.threads import BackgroundThread
 
 log = logging.getLogger(__name__)

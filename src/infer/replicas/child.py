@@ -1,7 +1,7 @@
 """The engine process: builds an engine from `Begin`, and runs it until its parent has gone.
 
-`python -m infer.engine.process.child FD PARENT STACKS IMPORTS` is started by
-`engine.process.spawned` with one end of a socket pair, a file for the stacks of its threads, and
+`python -m infer.replicas.child FD PARENT STACKS IMPORTS` is started by
+`replicas.spawned` with one end of a socket pair, a file for the stacks of its threads, and
 the module that it imports before it reads what it is to do, or nothing. Commands are read by a
 thread of their own, so that the end of the parent is seen at once, whatever a step is doing. The
 process ignores the signals that a terminal or process manager sends to the whole group: its parent
@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import itertools
 import logging
 import os
 import queue
@@ -26,15 +27,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 
-import infer.engine.process.messages as messages
+import infer.replicas.messages as messages
 from infer.engine.build.server_memory import ENGINE_NAME
-from infer.engine.client.engine_client import HEARTBEAT_S
 from infer.engine.commands import Command
+from infer.engine.engine_client import HEARTBEAT_S
 from infer.engine.loop import Blueprint, EngineLoop, freeze_heap
 from infer.errors import LoadError
 from infer.main_memory import return_freed_memory
@@ -80,6 +80,14 @@ def _be_known_as(name: str, oom_score: int) -> None:
             Path("/proc/self/oom_score_adj").write_text(str(oom_score), encoding="utf-8")
 
 
+def _write_stacks_when_asked(file: int) -> None:
+    faulthandler.enable()
+    if messages.DUMP_SIGNAL is not None:
+        write_stacks_at(messages.DUMP_SIGNAL, file)
+    if messages.FORCED_DUMP_SIGNAL is not None:
+        faulthandler.register(messages.FORCED_DUMP_SIGNAL, file=file)
+
+
 def _import(module: str) -> None:
     """Import a module, if there is one; that it cannot be imported is told after `Begin`."""
     with contextlib.suppress(Exception):
@@ -101,10 +109,6 @@ def _prepare(factory: str) -> None:
     thread.join()
     freeze_heap()
     _be_known_as(STANDBY_NAME, _STANDBY_OOM_SCORE)
-
-
-def _tell_reset(channel: messages.Channel, life: int) -> None:
-    channel.send(messages.HasReset(life))
 
 
 def _next(frames: Iterator[bytes | None]) -> messages.Inward:
@@ -153,11 +157,7 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
     # A step waits at most this long, in seconds, for a thread that compiles a grammar, and loading
     # a model for the one that reads its vocabulary.
     sys.setswitchinterval(0.001)
-    faulthandler.enable()
-    if messages.DUMP_SIGNAL is not None:
-        write_stacks_at(messages.DUMP_SIGNAL, stacks)
-    if messages.FORCED_DUMP_SIGNAL is not None:
-        faulthandler.register(messages.FORCED_DUMP_SIGNAL, file=stacks)
+    _write_stacks_when_asked(stacks)
     channel = messages.Channel(socket.socket(fileno=fd))
     _import(imports)
     frames = channel.frames()
@@ -186,7 +186,13 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
         return 2
     fingerprint, pinned = blueprint.fingerprint(core), blueprint.pinned(core)
     del blueprint  # with it go the text files, and the metadata and pages of a GGUF file
-    channel.send(messages.Ready(limits, core.stats(), pinned, fingerprint))
+    generations = itertools.count(begin.generation)
+
+    def begin_generation() -> None:
+        number = next(generations)
+        channel.send(messages.Ready(number, limits, core.stats(), fingerprint, pinned))
+
+    begin_generation()
     threading.Thread(target=_beat, args=(channel,), daemon=True).start()
     _settle()  # the server takes as long until the first request
 
@@ -195,8 +201,7 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
             channel.send(part)
 
     try:
-        on_reset = partial(_tell_reset, channel)
-        EngineLoop(core, report, commands, on_reset).run()
+        EngineLoop(core, report, commands, begin_generation).run()
     except Exception:
         logger.exception("the engine has failed")
         return 1

@@ -5,7 +5,7 @@ each request that the dead engine had is a suspect: it begins in a step of its o
 sampled a token. A request that is computed alone when the engine dies again is to blame and is
 given up; where the engine was killed from outside, once may be chance. So a request takes two
 engines with it at most, and three where they seem to be killed from outside. The engine
-core asks `is_suspect`, the fleet's journal keeps a `CrashHistory` of each request.
+core asks `Request.is_suspect`, the fleet's journal keeps a `CrashHistory` of each request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from infer.types import ErrorRecord, Request
+from infer.types import ErrorRecord
 
 MAX_CRASHES_ALONE = 1
 """crashes in a row, of an engine that computed one request alone, for which it is to blame"""
@@ -22,14 +22,6 @@ MAX_FROM_OUTSIDE = 2
 GIVEN_UP = ErrorRecord(
     "the engine died more than once while computing this request; it is given up"
 )
-
-
-def is_suspect(request: Request, num_output: int) -> bool:
-    """Whether an engine has died with a request that has not sampled a token since.
-
-    `num_output`: output tokens that it has now, those of the dead engines included.
-    """
-    return request.num_crashes > 0 and num_output == len(request.output_token_ids)
 
 
 def was_from_outside(exit_code: int, *, killed_by_us: bool) -> bool:

@@ -1,11 +1,11 @@
 """`RequestJournal`: the unfinished requests of a fleet, with the tokens each of them has received
 
-It lives on the API side and makes every engine disposable. A request is held by one life of one
-engine, or waits for one. Another engine gets the requests that a dead one had not finished, with
-their tokens so far; each goes on at the same position with the same seed, so with the same tokens.
-What a holder reports of a request that it no longer holds is ignored. `engine.process.blame`
+It lives on the API side and makes every engine disposable. A request is held by one generation of
+one engine, or waits for one. Another engine gets the requests that a dead one had not finished,
+with their tokens so far; each goes on at the same position with the same seed, so with the same
+tokens. What a holder reports of a request that it no longer holds is ignored. `replicas.blame`
 decides which request is given up after a crash, over all engines. The journal is plain data without
-threads; `engine.fleet.fleet` holds a lock.
+threads; `replicas.fleet` holds a lock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from infer.engine.process.blame import GIVEN_UP, CrashHistory
+from infer.replicas.blame import GIVEN_UP, CrashHistory
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
 
@@ -23,7 +23,7 @@ class _Entry:
     number: int
     """number of arrival"""
     holder: object = None
-    """the life of an engine that has it; None while it waits for one"""
+    """the generation of an engine that has it; None while it waits for one"""
     token_ids: list[int] = field(default_factory=list)
     """output tokens that the caller has been sent"""
     crashes: CrashHistory = field(default_factory=CrashHistory)

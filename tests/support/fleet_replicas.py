@@ -1,4 +1,4 @@
-"""`HashMember`: a member of a fleet without a process or thread, driven step by step.
+"""`HashReplica`: a replica of a fleet without a process or thread, driven step by step.
 
 Tests decide when it computes, when its frames arrive, when it is silent, dies and comes back.
 """
@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from infer.engine.core import EngineCore
-from infer.engine.fleet.member import Loss, MemberListener
 from infer.errors import RequestError
+from infer.replicas.contract import ReplicaListener
+from infer.replicas.messages import Loss
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_stats import EngineCounters, EngineStats
 from infer.types.fingerprint import Fingerprint
@@ -25,15 +26,15 @@ class EngineDies(BaseException):
     """Raised by a runner: its engine dies in this step."""
 
 
-class HashMember:
-    """A `Member`; see the module's docstring."""
+class HashReplica:
+    """A `ReplicaContract`; see the module's docstring."""
 
     def __init__(self, name: str, *, fingerprint: Fingerprint = EQUAL, **settings: Any) -> None:
         self.name, self.fingerprint, self.settings = name, fingerprint, settings
         self.alone: str | None = None
         self.core: EngineCore | None = self._make()
         self.limits = limits_of(self._make())
-        self.life = 0
+        self.generation = 0
         self.is_abandoned = self.is_stopped = False
         self.is_alive = True
         self.is_silent, self.silence_s, self.link_silence_s = False, 0.0, 0.0
@@ -43,7 +44,7 @@ class HashMember:
         """frames that have not arrived"""
         self.commands: list[Callable[[], object]] = []
         self.num_deaths = 0
-        self.listener: MemberListener | None = None
+        self.listener: ReplicaListener | None = None
 
     def _make(self) -> EngineCore:
         self.alone = None
@@ -52,27 +53,29 @@ class HashMember:
     def _announce(self, request_id: str | None) -> None:
         self.alone = request_id
 
-    # ---- as a member
+    # ---- as a replica
 
     @property
     def is_ready(self) -> bool:
-        return self.core is not None and not self.is_abandoned and self.life > 0
+        return self.core is not None and not self.is_abandoned and self.generation > 0
 
-    def start(self, listener: MemberListener) -> None:
+    def start(self, listener: ReplicaListener) -> None:
         self.listener = listener
-        self.begin_life()
+        self.begin_generation()
 
-    def add(self, request: Request, life: int) -> None:
-        self._command(life, lambda core: self._take(core, life, request))
+    def add(self, request: Request, generation: int) -> None:
+        self._command(generation, lambda core: self._take(core, generation, request))
 
-    def abort(self, request_id: str, life: int, reason: FinishReason = FinishReason.ABORT) -> None:
-        self._command(life, lambda core: core.abort(request_id, reason))
+    def abort(
+        self, request_id: str, generation: int, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
+        self._command(generation, lambda core: core.abort(request_id, reason))
 
-    def follow_pages(self, life: int) -> None:
-        self._command(life, lambda core: core.follow_pages())
+    def follow_pages(self, generation: int) -> None:
+        self._command(generation, lambda core: core.follow_pages())
 
-    def abandon(self, life: int) -> None:
-        if life == self.life and self.core is not None and not self.is_abandoned:
+    def abandon(self, generation: int) -> None:
+        if generation == self.generation and self.core is not None and not self.is_abandoned:
             self.is_abandoned = True
             self.commands.append(self._reset)
             # An answer within this call would be a second call of the listener at the same time.
@@ -83,26 +86,26 @@ class HashMember:
     def stats(self) -> EngineStats:
         return EngineStats(counters=EngineCounters(num_restarts=self.num_deaths))
 
-    def _command(self, life: int, apply: Callable[[EngineCore], object]) -> None:
-        if life == self.life and self.core is not None and not self.is_abandoned:
+    def _command(self, generation: int, apply: Callable[[EngineCore], object]) -> None:
+        if generation == self.generation and self.core is not None and not self.is_abandoned:
             core = self.core
             self.commands.append(lambda: apply(core))
             if not self.is_cut:
                 self._apply_commands()
 
-    def _take(self, core: EngineCore, life: int, request: Request) -> None:
+    def _take(self, core: EngineCore, generation: int, request: Request) -> None:
         try:
             core.add(request)
         except RequestError as error:
             record = ErrorRecord.of(error)
             refusal = StepOutput(request.request_id, None, FinishReason.ERROR, error=record)
-            self.frames.append((life, [refusal], None))
+            self.frames.append((generation, [refusal], None))
 
     def _reset(self) -> None:
         assert self.core is not None
         self.core.abort_all()
         self.deliver()
-        self.begin_life()
+        self.begin_generation()
 
     def _apply_commands(self) -> None:
         commands, self.commands = self.commands, []
@@ -111,12 +114,12 @@ class HashMember:
 
     # ---- what a test does with it
 
-    def begin_life(self) -> None:
-        """Begin a life with the engine that there is."""
+    def begin_generation(self) -> None:
+        """Begin a generation with the engine that there is."""
         assert self.listener is not None
-        self.life += 1
+        self.generation += 1
         self.is_abandoned = False
-        self.listener.ready(self, self.life)
+        self.listener.ready(self, self.generation)
 
     def step(self) -> None:
         """Compute a step; its frame arrives unless the link is cut."""
@@ -132,12 +135,12 @@ class HashMember:
             self.die(from_outside=False)
             return
         self.alone = None
-        self.frames.append((self.life, outputs, self.core.step_events))
+        self.frames.append((self.generation, outputs, self.core.step_events))
         if not self.is_cut:
             self.deliver()
 
     def deliver(self) -> None:
-        """Have all frames arrive, those of ended lives included."""
+        """Have all frames arrive, those of ended generations included."""
         assert self.listener is not None
         frames, self.frames = self.frames, []
         for frame in frames:
@@ -153,13 +156,13 @@ class HashMember:
         self.commands.clear()
         alone, self.alone = self.alone, None
         if not self.is_abandoned:
-            self.listener.lost(self, self.life, Loss("it has died", from_outside, alone))
+            self.listener.lost(self, self.generation, Loss("it has died", from_outside, alone))
 
     def revive(self) -> None:
         """Get another engine."""
         if self.core is None and not self.is_stopped:
             self.core = self._make()
-            self.begin_life()
+            self.begin_generation()
 
     def cut(self) -> None:
         """Be silent from now on."""
@@ -180,8 +183,8 @@ class Caller:
     def __init__(self) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, StepOutput] = {}
-        self.members: dict[str, set[str]] = defaultdict(set)
-        """id → members that have reported a token of it"""
+        self.replicas: dict[str, set[str]] = defaultdict(set)
+        """id → replicas that have reported a token of it"""
         self.has_died = False
 
     def deliver(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:
@@ -191,7 +194,7 @@ class Caller:
             if output.token_id is not None:
                 self.tokens[name].append(output.token_id)
                 if step_events is not None:
-                    self.members[name].add(step_events.member)
+                    self.replicas[name].add(step_events.replica)
             if output.finish_reason is not None:
                 self.ends[name] = output
 

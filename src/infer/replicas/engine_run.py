@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import logging
 import os
 import queue
@@ -21,12 +22,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 
-import infer.engine.process.messages as messages
-from infer.engine.client.engine_client import HEARTBEAT_S, SOFT_LIMIT_S
+import infer.replicas.messages as messages
 from infer.engine.commands import Add, Command
-from infer.engine.process.spawned import Spawned
+from infer.engine.engine_client import HEARTBEAT_S, SOFT_LIMIT_S
+from infer.replicas.spawned import Spawned
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +51,12 @@ class EngineRun:
         """`first`: the first frame that the process gets. `spawned`: the process, where it has been
         started before."""
         spawned = spawned or Spawned()
-        self.alone: str | None = None
-        """id of the request that the process computes alone, if any"""
         self.killed = False
         """whether it was killed here, because it did not report or was not ready in time"""
         self.unsent = ""
         """why a message to the process could not be written, which ends it; "" in all other cases
         """
-        self._heard_s = self._reported_s = time.monotonic()
+        self._reported_s = time.monotonic()
         self._added_s = float("-inf")
         """when the first request was sent since the last report, or before it"""
         self._has_work = self._has_dumped = False
@@ -68,8 +68,8 @@ class EngineRun:
         """when it is to write them in any way; None: it need not"""
         self._stacks_path: str | None = None
         """where they are copied for the operator; None: nobody has asked for them"""
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        """commands to be written; None ends the writer"""
+        self._commands: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
+        """commands to be written, with their generations; None ends the writer"""
         self._begins: queue.SimpleQueue[messages.Begin | None] = queue.SimpleQueue()
         """the frame that ends standing by, or None where the process ends before"""
         self._process = spawned.popen
@@ -87,12 +87,8 @@ class EngineRun:
         """Process id."""
         return self._process.pid
 
-    def computes_alone(self, request_id: str | None) -> None:
-        """Note the request that the process computes alone from now on; None = several."""
-        self.alone = request_id
-
     @property
-    def silence_s(self) -> float:
+    def _silence_s(self) -> float:
         """Seconds since its last report."""
         return time.monotonic() - self._reported_s
 
@@ -100,22 +96,17 @@ class EngineRun:
     def _busy_silence_s(self) -> float:
         """Seconds without a report since there is work; 0 without work."""
         if self._has_work:
-            return self.silence_s
+            return self._silence_s
         # A request may have been sent just before the last report, which did not know of it.
         is_new = self._added_s >= self._reported_s - HEARTBEAT_S
         return time.monotonic() - max(self._added_s, self._reported_s) if is_new else 0.0
 
-    @property
-    def link_silence_s(self) -> float:
-        """Seconds since anything has come from the process, its heartbeat included."""
-        return time.monotonic() - self._heard_s
-
-    def send(self, command: Command) -> None:
+    def send(self, generation: int, command: Command) -> None:
         """Send a command without waiting. Commands that come while a frame is being written go into
         the next frame together."""
         if isinstance(command, Add) and self._added_s < self._reported_s:
             self._added_s = time.monotonic()
-        self._commands.put(command)
+        self._commands.put((generation, command))
 
     def begin(self, begin: messages.Begin, timeout_s: float) -> bool:
         """Have a process that stands by build its engine; whether it says in time that it does."""
@@ -130,7 +121,7 @@ class EngineRun:
             if isinstance(event, messages.Log):
                 _log(event)
             else:
-                self._heard_s = self._reported_s = time.monotonic()
+                self._reported_s = time.monotonic()
                 return isinstance(event, messages.HasBegun)
         return False
 
@@ -157,10 +148,12 @@ class EngineRun:
                 with contextlib.suppress(queue.Empty):
                     while True:
                         commands.append(self._commands.get_nowait())
-                wanted = [command for command in commands if command is not None]
+                wanted = [each for each in commands if each is not None]
                 if len(wanted) < len(commands):
                     return
-                self._channel.send(messages.Commands(wanted))
+                for generation, group in itertools.groupby(wanted, itemgetter(0)):
+                    together = [command for _, command in group]
+                    self._channel.send(messages.Commands(generation, together))
 
     def _listen(self) -> None:
         """Log what the process writes to stderr: stacks, warnings of libraries. The process itself
@@ -181,8 +174,8 @@ class EngineRun:
         *,
         soft_limit_s: float = SOFT_LIMIT_S,
         load_timeout_s: float | None = None,
-    ) -> Iterator[messages.Event]:
-        """The events that the process reports until it ends; its log lines are logged.
+    ) -> Iterator[messages.Outward]:
+        """What comes from the process until it ends; its log lines are logged.
 
         `hang_s`: seconds without a report after which it is killed; None = no limit.
         `soft_limit_s`: seconds without a report after which its stacks are written, if it has work.
@@ -201,22 +194,21 @@ class EngineRun:
                 log.info("the engine has been loading for %.0f s", now_s - started_s)
             if frame is None:
                 if hang_s is not None:
-                    self._watch(self.silence_s, soft_limit_s, hang_s)
+                    self._watch(self._silence_s, soft_limit_s, hang_s)
                 continue
-            self._heard_s = time.monotonic()
             event = messages.decode_outward(frame)
             if isinstance(event, messages.Heartbeat):
                 if hang_s is not None:
-                    self._watch(self.silence_s, soft_limit_s, hang_s)
+                    self._watch(self._silence_s, soft_limit_s, hang_s)
+                yield event
                 continue
-            self._reported_s, self._has_dumped, self._forces_at_s = self._heard_s, False, None
+            self._reported_s, self._has_dumped, self._forces_at_s = time.monotonic(), False, None
             if isinstance(event, messages.Report):
                 gauges = event.stats.gauges
                 self._has_work = bool(gauges.num_running or gauges.num_waiting)
-            if isinstance(event, messages.Log):
+            elif isinstance(event, messages.Log):
                 _log(event)
-            else:
-                yield event
+            yield event
 
     def _watch(self, silence_s: float, soft_limit_s: float, hang_s: float) -> None:
         self._copy_stacks()
@@ -259,6 +251,11 @@ class EngineRun:
     def has_ended(self) -> bool:
         """Whether the process has ended."""
         return self._process.poll() is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end of the process, so long at most."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
 
     def kill(self) -> None:
         """End the process at once; does nothing after its end."""

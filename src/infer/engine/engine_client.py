@@ -1,7 +1,7 @@
 """`EngineClient`: the interface of an engine for the asyncio façade
 
 It has two implementations: `engine.loop.EngineThread` for tests and programs, and
-`engine.fleet.fleet.Fleet` for `infer serve`.
+`replicas.fleet.Fleet` for `infer serve`.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class EngineClient(Protocol):
     def stats(self) -> EngineStats:
         """Gauges of the current engine, and counters summed over all engines since the start."""
 
-    def stats_of_members(self) -> Mapping[str, EngineStats]:
-        """The same of each engine by its name, where engines have names: `StepEvents.member`;
+    def stats_of_replicas(self) -> Mapping[str, EngineStats]:
+        """The same of each engine by its name, where engines have names: `StepEvents.replica`;
         otherwise empty."""
 
-    def ready_members(self) -> frozenset[str]:
+    def ready_replicas(self) -> frozenset[str]:
         """Names of those of these engines that work on requests now."""

@@ -30,7 +30,7 @@ class Spawned:
         """this side of the connection"""
         with theirs:
             # -P and PYTHONPATH: modules are found where this process finds them, nowhere else.
-            arguments = [sys.executable, "-P", "-m", "infer.engine.process.child"]
+            arguments = [sys.executable, "-P", "-m", "infer.replicas.child"]
             numbers = (theirs.fileno(), os.getpid(), self.stacks.fileno())
             self.popen = subprocess.Popen(
                 [*arguments, *map(str, numbers), imports],

@@ -1,12 +1,21 @@
-"""The messages between an API process and its engine process, and how they are written
+"""The messages between whoever has requests and an engine, and how they are written
 
-A frame is four bytes of length (little-endian) and msgpack. There is no pickle: a frame can only
-become one of the records below. Text that is no valid Unicode, as the path of a file may be, is
-carried in the settings as it is, and made readable anywhere else. Inward goes one `Begin`, where
-the process has stood by after `Prepare`, and then `Commands`, each with all commands since the last
-frame. Outward go `HasBegun`, and `Text` and `Ready` (or `Refused`) while the engine starts, then
-one `Report` a step, `PromptScores` before it, and `Log` lines at any time. From `Ready` on a thread
-of its own sends a `Heartbeat` every `HEARTBEAT_S`, whatever a step is doing.
+One conversation, over the socket of a process and over a link between machines. A frame is four
+bytes of length (little-endian) and msgpack. There is no pickle: a frame can only become one of the
+records below. Text that is no valid Unicode, as the path of a file may be, is carried in the
+settings as it is, and made readable anywhere else.
+
+Outward, a generation of the engine begins with `Ready`: it takes requests and has none. Then come
+one `Report` a step, `PromptScores` before it, and `ComputingAlone`; all that comes until the next
+`Ready` is of this generation. It ends with `Loss`, or when the other side says `Reset`. A
+`Heartbeat` comes every `HEARTBEAT_S`, whatever a step is doing. Inward, `Commands` name their
+generation. At the end of a link, where generations also end by themselves, those of another one are
+ignored; a process is asked for each generation after its first, so none reach it.
+
+A process is told `Begin`, where it has stood by after `Prepare`, and says `HasBegun`, and `Text` or
+`Refused`, before its first `Ready`; its `Log` lines come at any time. What is at the other end of a
+link has an engine process and says for it what the process cannot: `Loss`, `Failing`, `Draining`,
+and in its heartbeat how the process is. It has several clients, and each gives it a `Heartbeat`.
 """
 
 from __future__ import annotations
@@ -36,6 +45,7 @@ Anybody may send it at any time."""
 FORCED_DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGRTMIN", None)
 """signal that does so without the interpreter's lock. It would end a process that works, and is for
 one that has not answered `DUMP_SIGNAL`, because native code keeps the lock."""
+_LENGTH_BYTES = 4
 _PIECE = 1 << 18
 """bytes that are read from a socket at once"""
 _PAIRS_A_FRAME = 4096
@@ -57,11 +67,15 @@ class Begin(msgspec.Struct, array_like=True, tag="begin"):
     settings: dict[str, Any]
     log_level: int
     """lowest level of log lines that are sent back; see `logging`"""
+    generation: int = 1
+    """number of its first generation"""
 
 
 class Commands(msgspec.Struct, array_like=True, tag="commands"):
     """The commands since the last frame, in order."""
 
+    generation: int
+    """of the engine that they are for"""
     commands: Sequence[Command]
 
 
@@ -77,13 +91,15 @@ class Text(msgspec.Struct, array_like=True, tag="text"):
 
 
 class Ready(msgspec.Struct, array_like=True, tag="ready"):
-    """The engine takes commands."""
+    """A generation begins: the engine takes commands and has no requests of this client."""
 
+    generation: int
+    """its number, above those before it; no other one has it"""
     limits: EngineLimits
     stats: EngineStats
-    settings: dict[str, Any] = {}
-    """settings that the next engine needs to take over, beside those of `Begin`"""
     fingerprint: Fingerprint = Fingerprint()
+    settings: dict[str, Any] = {}
+    """settings that the next engine process needs to take over, beside those of `Begin`"""
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
@@ -118,7 +134,9 @@ def reports(
     a second."""
     for output in outputs:
         entries = output.prompt_logprobs or ()
-        if entries:
+        if isinstance(entries, PackedLogprobs):
+            yield from entries.parts
+        elif entries:
             size = max(1, _PAIRS_A_FRAME // (1 + len(entries[0].top)))
             for start in range(0, len(entries), size):
                 part = entries[start : start + size]
@@ -132,14 +150,15 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
     that neither reading them nor letting go of them takes long."""
 
     def __init__(self, parts: Sequence[PromptScores]) -> None:
-        self._parts = parts
+        self.parts = parts
+        """what has come"""
         self._count = sum(part.count for part in parts)
 
     def __len__(self) -> int:
         return self._count
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
-        for part in self._parts:
+        for part in self.parts:
             yield from _read_scores(part.packed)
 
     @overload
@@ -187,14 +206,48 @@ class ComputingAlone(msgspec.Struct, array_like=True, tag="alone"):
     """None: it computes several requests next"""
 
 
-class HasReset(msgspec.Struct, array_like=True, tag="has_reset"):
-    """The engine has ended all requests of a life. Reports before this are of that life."""
+class EngineHealth(msgspec.Struct, array_like=True):
+    """How an engine process is, as its machine sees it."""
 
-    life: int
+    stats: EngineStats
+    silence_s: float
+    """seconds since its last report of a step"""
+    link_silence_s: float
+    """seconds since anything has come from it: it may be frozen while its machine is not"""
+    is_ready: bool
+    is_alive: bool
+    """see `ReplicaContract`, as the two above"""
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag="heartbeat"):
-    """The process lives; nothing about its engine."""
+    """Whoever sends it lives."""
+
+    engine: EngineHealth | None = None
+    """None where the sender says nothing about its engine, or has none"""
+
+
+class Loss(msgspec.Struct, array_like=True, tag="lost"):
+    """How a generation has ended."""
+
+    reason: str
+    """what has happened, for the log, such as "the engine process has died (SIGSEGV)" """
+    from_outside: bool
+    """whether the engine may have been ended by something else than its requests: by a signal from
+    outside, or with its machine"""
+    alone: str | None = None
+    """id of the request that the engine computed alone, if any; `Replica` knows it"""
+
+
+class Draining(msgspec.Struct, array_like=True, tag="draining"):
+    """The engine will end; see `ReplicaListener.draining`."""
+
+    timeout_s: float
+
+
+class Failing(msgspec.Struct, array_like=True, tag="failing"):
+    """The engine does not start again; see `ReplicaListener.failing`."""
+
+    reason: str
 
 
 class Log(msgspec.Struct, array_like=True, tag="log"):
@@ -205,12 +258,25 @@ class Log(msgspec.Struct, array_like=True, tag="log"):
     line: str
 
 
-Inward = Prepare | Begin | Commands
-Event = HasBegun | Text | Ready | Refused | Report | PromptScores | ComputingAlone | HasReset
-"""messages about the engine, from its start to its end"""
-Outward = Event | Log | Heartbeat
+class Description(msgspec.Struct, array_like=True):
+    """What a client must know of an engine on another machine before there is a link."""
+
+    name: str
+    model_name: str
+    limits: EngineLimits
+    fingerprint: Fingerprint
+    is_draining: bool
+
+
+Starting = HasBegun | Text | Refused
+"""what a process says once, before its first `Ready`"""
+Event = Ready | Report | PromptScores | ComputingAlone | Loss | Draining | Failing
+"""what happens to an engine that has started"""
+Inward = Prepare | Begin | Commands | Heartbeat
+Outward = Starting | Event | Log | Heartbeat
 
 decode_outward = msgspec.msgpack.Decoder[Outward](Outward).decode
+decode_description = msgspec.msgpack.Decoder(Description).decode
 _decode_inward = msgspec.msgpack.Decoder[Inward](Inward).decode
 _encode = msgspec.msgpack.Encoder().encode
 _read_scores = msgspec.msgpack.Decoder(list[TokenLogprobs]).decode
@@ -227,12 +293,14 @@ def decode_inward(frame: bytes) -> Inward:
             message.settings = _texts_of(message.settings)
             return message
         case Commands():
-            return Commands(_with_shared_samplings(message.commands))
+            return Commands(message.generation, _with_shared_samplings(message.commands))
+        case Heartbeat():
+            return message
         case _:
             assert_never(message)
 
 
-def encode(message: Inward | Outward) -> bytes:
+def encode(message: Inward | Outward | Description | TextFiles) -> bytes:
     """The body of a frame; raises `ValueError`, `OverflowError` or `TypeError` for what cannot be
     sent, such as an integer of more than 64 bits."""
     try:
@@ -282,12 +350,40 @@ def _with_shared_samplings(commands: Sequence[Command]) -> list[Command]:
     return shared
 
 
+def frame_of(message: Inward | Outward) -> bytes:
+    """A message with its length; raises as `encode` does."""
+    body = encode(message)
+    return len(body).to_bytes(_LENGTH_BYTES, "little") + body
+
+
+class FrameBuffer:
+    """Cuts a stream of bytes into the bodies of its frames."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        """`data`: its beginning."""
+        self._bytes = bytearray(data)
+
+    def add(self, data: bytes | memoryview) -> None:
+        """What has arrived next."""
+        self._bytes += data
+
+    def frames(self) -> Iterator[bytes]:
+        """The frames that are complete; each is given once."""
+        while len(self._bytes) >= _LENGTH_BYTES:
+            end = _LENGTH_BYTES + int.from_bytes(self._bytes[:_LENGTH_BYTES], "little")
+            if end > len(self._bytes):
+                return
+            frame = bytes(self._bytes[_LENGTH_BYTES:end])
+            del self._bytes[:end]
+            yield frame
+
+
 class Channel:
     """Frames over a socket. Any thread may send; one thread receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._buffer = bytearray()
+        self._buffer = FrameBuffer()
         # One buffer for all frames: one for each would fragment the heap more and more.
         self._piece = memoryview(bytearray(_PIECE))
         self._sending = threading.Lock()
@@ -295,18 +391,15 @@ class Channel:
 
     def send(self, message: Inward | Outward) -> None:
         """Write a frame; raises `OSError` if the other end is closed, and as `encode` does."""
-        body = encode(message)
+        frame = frame_of(message)
         with self._sending:
-            self._sock.sendall(len(body).to_bytes(4, "little") + body)
+            self._sock.sendall(frame)
 
     def frames(self, patience_s: float | None = None) -> Iterator[bytes | None]:
         """The frames that arrive, until the other end is closed. Yields None whenever nothing has
         come for `patience_s` seconds."""
         while True:
-            while (end := self._end_of_frame()) is not None:
-                frame = bytes(self._buffer[4:end])
-                del self._buffer[:end]
-                yield frame
+            yield from self._buffer.frames()
             if not self._selector.select(patience_s):
                 yield None
                 continue
@@ -316,13 +409,7 @@ class Channel:
                 return
             if not size:
                 return
-            self._buffer += self._piece[:size]
-
-    def _end_of_frame(self) -> int | None:
-        if len(self._buffer) < 4:
-            return None
-        end = 4 + int.from_bytes(self._buffer[:4], "little")
-        return end if end <= len(self._buffer) else None
+            self._buffer.add(self._piece[:size])
 
     def close(self) -> None:
         """Close this end."""

@@ -18,14 +18,16 @@ from infer.config import EngineConfig
 from infer.engine.build.machine_share import shares_of
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor, log_defaults, log_tool_use
-from infer.engine.fleet.fleet import LINK_TIMEOUT_S, Fleet, MovedStreams, fleet_limits
-from infer.engine.fleet.member import Member
-from infer.engine.fleet.routing import Routing, make_router
-from infer.engine.process.messages import Text
-from infer.engine.process.spawned import FACTORY, EarlyProcess
-from infer.engine.process.standby import Standby
-from infer.engine.process.supervisor import HANG_S, LOAD_TIMEOUT_S, EngineProcess
+from infer.engine.engine_client import SOFT_LIMIT_S
 from infer.errors import LoadError
+from infer.replicas.contract import ReplicaContract
+from infer.replicas.fleet import LINK_TIMEOUT_S, Fleet, MovedStreams, fleet_limits
+from infer.replicas.messages import Text
+from infer.replicas.process_transport import HANG_S, LOAD_TIMEOUT_S, ProcessTransport
+from infer.replicas.replica import Replica
+from infer.replicas.routing import Routing, make_router
+from infer.replicas.spawned import FACTORY, EarlyProcess
+from infer.replicas.standby import Standby
 from infer.text.tokenizer import Tokenizer
 
 
@@ -34,11 +36,11 @@ class Loads:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: set[EngineProcess] = set()
+        self._running: set[ProcessTransport] = set()
         self._ended = False
 
     @contextlib.contextmanager
-    def running(self, process: EngineProcess) -> Iterator[None]:
+    def running(self, process: ProcessTransport) -> Iterator[None]:
         """Hold a process in the set while it is loaded. Raises `LoadError` after `end`."""
         with self._lock:
             if self._ended:
@@ -84,10 +86,10 @@ class FleetSettings:
     routing: Routing = "prefix"
     """see `make_router`"""
 
-    def fleet(self, members: Sequence[Member]) -> Fleet:
+    def fleet(self, replicas: Sequence[ReplicaContract]) -> Fleet:
         """A fleet with these settings."""
         return Fleet(
-            members,
+            replicas,
             router=make_router(self.routing),
             link_timeout_s=self.link_timeout_s,
             moved_streams=self.moved_streams,
@@ -109,7 +111,7 @@ def launch(
     Raises `LoadError` or `ConfigError`. `hang_s`: seconds without a report after which a process
     is replaced. `load_timeout_s`: seconds after which an engine that is not ready is ended.
     `loads`: lets another thread end the load. `standby`: gives the next process, if there is one;
-    all members share it, because they rarely die at the same time and the others serve meanwhile.
+    all replicas share it, because they rarely die at the same time and the others serve meanwhile.
     `early`: gives the process of the first engine, which has been started before.
     """
     fleet = fleet or FleetSettings()
@@ -142,16 +144,17 @@ def launch_factory(
     **how: Any,
 ) -> AsyncLLM:
     """`launch` for any `module:function` that makes a `Blueprint` of `settings`; `shares`: further
-    settings of each engine, `how`: further arguments of `EngineProcess`."""
+    settings of each engine, `how`: further arguments of `ProcessTransport`."""
     fleet = fleet or FleetSettings()
+    names = ["engine"]
+    if fleet.replicas > 1:
+        names = [f"replica-{number + 1}" for number in range(fleet.replicas)]
     processes = []
-    for number, share in enumerate(shares or [{}] * fleet.replicas, 1):
-        mine = dict(how)
+    for name, share in zip(names, shares or [{}] * fleet.replicas, strict=True):
+        mine = {**how, "standby": standby, "spawned": early.take() if early else None}
         if fleet.replicas > 1:
-            name = f"replica-{number}"
-            mine |= {"name": name, "log_fields": {"replica": name}}
-        mine |= {"standby": standby, "spawned": early.take() if early else None}
-        processes.append(EngineProcess(factory, {**settings, **share}, **mine))
+            mine["log_fields"] = {"replica": name}
+        processes.append(ProcessTransport(factory, {**settings, **share}, **mine))
     texts: list[tuple[Text, Tokenizer]] = []
 
     def read(text: Text) -> None:
@@ -167,11 +170,17 @@ def launch_factory(
         try:
             for process in processes:
                 process.begin()
-            limits = fleet_limits([process.wait(read) for process in processes])
+            readies = [process.wait(read) for process in processes]
         except BaseException:
             for process in processes:
                 process.stop()
             raise
     (text, tokenizer), *_ = texts
+    soft_limit_s = how.get("soft_limit_s", SOFT_LIMIT_S)
+    replicas = [
+        Replica(name, ready.limits, process, ready=ready, soft_limit_s=soft_limit_s)
+        for name, ready, process in zip(names, readies, processes, strict=True)
+    ]
+    limits = fleet_limits([replica.limits for replica in replicas])
     input_processor = InputProcessor(tokenizer, limits, seed, text.files.sampling)
-    return AsyncLLM(fleet.fleet(processes), input_processor, text.model_name)
+    return AsyncLLM(fleet.fleet(replicas), input_processor, text.model_name)

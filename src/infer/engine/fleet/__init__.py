@@ -1,1 +1,0 @@
-"""Several engines behind one `EngineClient`; what they had not finished outlives any of them."""
