@@ -6,19 +6,21 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infer.config import TOOL_PARSERS, EngineConfig
+from infer.config import REASONING_PARSERS, TOOL_PARSERS, EngineConfig
 from infer.engine.build.checkpoint import find_checkpoint, text_of
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import log_tool_use
 from infer.errors import ConfigError
+from infer.text.answer_parser import parser_for
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
-from infer.text.tools.formats import FORMATS
+from infer.text.tools.formats import FORMATS, THOUGHTS, UNOPENED_THOUGHTS
 from tests.support.checkpoints import END_ID, write_tokenizer
 from tests.support.demo_answers import demo
 from tests.support.serving import (
@@ -348,3 +350,23 @@ def test_the_operator_may_name_the_template_and_the_format(tmp_path: Path) -> No
             text_of(checkpoint, EngineConfig(chat_template=str(path)))
         assert str(refused.value).count("chat_template: ") == 1
     assert [each.name for each in FORMATS] == list(TOOL_PARSERS)
+
+
+@pytest.mark.parametrize("name", REASONING_PARSERS)
+def test_the_operator_may_name_the_marks_of_reasoning(name: str) -> None:
+    config = EngineConfig(reasoning_parser=name)
+    files = replace(text_of(find_checkpoint(None), config), templates={"default": BARE_LIST})
+    marks = Tokenizer(files).thoughts
+    assert (marks.name if marks else "none") == name
+    assert Tokenizer(replace(files, reasoning_parser=None)).thoughts is None
+    if marks is not None:
+        text = f"{'' if marks.begins else marks.opening}Hm{marks.closing}Hi"
+        parser = parser_for(marks, None, prompt_end="<|im_start|>assistant\n")
+        assert parser.push(text, end=True)[:2] == ("Hm", "Hi")
+
+
+def test_all_marks_of_reasoning_can_be_named() -> None:
+    names = [each.name for each in (*THOUGHTS, UNOPENED_THOUGHTS)]
+    assert ["none", *names] == list(REASONING_PARSERS)
+    with pytest.raises(ConfigError, match=r"reasoning_parser: .*deepseek-r1"):
+        EngineConfig(reasoning_parser="gpt5")

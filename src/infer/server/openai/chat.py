@@ -321,8 +321,7 @@ def tool_warning(engine: AsyncLLM, wire: ChatBody) -> str | None:
 
 def _parsed_token_ids(engine: AsyncLLM, wire: ChatBody) -> tuple[int, ...]:
     """The special tokens that the parser of the answer must see as text."""
-    template, way = engine.tokenizer.tool_template, _tool_format(engine, wire)
-    thoughts = template.thoughts if template else None
+    thoughts, way = engine.tokenizer.thoughts, _tool_format(engine, wire)
     marks = (*(thoughts.marks if thoughts else ()), *(way.all_marks if way else ()))
     return engine.tokenizer.special_ids_of(marks) if wire.skip_special_tokens else ()
 
@@ -364,8 +363,8 @@ class ChatReader:
 
     def __init__(self, engine: AsyncLLM, wire: ChatBody, requests: Sequence[Request]) -> None:
         """`requests`: one for each choice."""
-        template, tokenizer = engine.tokenizer.tool_template, engine.tokenizer
-        marks = template.thoughts if template else None
+        tokenizer = engine.tokenizer
+        marks = tokenizer.thoughts
         prompt_end = _prompt_end(engine, requests[0].prompt_token_ids)
         thoughts: list[ThoughtTokens] = []
         if marks is not None:
