@@ -87,7 +87,7 @@ class LLM:
     def _chat_request(self, prompt: Sequence[int], sampling_params: SamplingParams) -> Request:
         """For a prompt that a chat template has made: a grammar begins behind the thoughts."""
         thoughts = None
-        if sampling_params.grammar is not None:
+        if sampling_params.reads_thoughts:
             thoughts = self.tokenizer.thoughts_before(prompt)
         return self._input_processor.make_request(prompt, sampling_params, thoughts=thoughts)
 

@@ -225,6 +225,24 @@ class Tokenizer:
             return None
         return ("" if marks.are_opened_by(end) else marks.opening, marks.closing)
 
+    def thought_end(self, *, only_mark: bool = False) -> tuple[int, ...]:
+        """The tokens between reasoning and answer, as the chat template writes them; none if the
+        model does not think. `only_mark`: nothing behind the mark that ends the reasoning."""
+        marks = self.thoughts
+        if marks is None:
+            return ()
+        shown = self.tool_template.abilities.thought_end if self.tool_template else ""
+        if marks.closing not in shown:
+            shown = marks.closing + marks.begins_answer
+        if only_mark:
+            shown = shown[: shown.index(marks.closing) + len(marks.closing)]
+        # Behind a text, as some tokenizers add a space at the beginning.
+        before = self.encode(".", add_special_tokens=False)
+        ids = self.encode(f".{shown}", add_special_tokens=False, parse_special_tokens=True)
+        is_apart = ids[: len(before)] == before
+        whole = self.encode(shown, add_special_tokens=False, parse_special_tokens=True)
+        return tuple(ids[len(before) :] if is_apart else whole)
+
     def special_ids_of(self, marks: Iterable[str]) -> tuple[int, ...]:
         """The sorted ids of those `marks` that are special tokens."""
         ids = {self._parser.token_to_id(mark) for mark in marks} - {None}

@@ -36,6 +36,7 @@ from infer.server.openai.schema import (
     MAX_LIGHT_WORDS,
     RANGES,
     Body,
+    Budget,
     Conversation,
     GeneratingBody,
     Generation,
@@ -73,6 +74,7 @@ class ChatBody(Conversation, Generation):
         | {
             "max_tokens": limit(1),
             "max_completion_tokens": limit(1),
+            "thinking_token_budget": limit(0),
             "top_logprobs": {"anyOf": [{"type": "integer", **between(0, MAX_LOGPROBS)}]},
         }
     )
@@ -85,6 +87,8 @@ class ChatBody(Conversation, Generation):
     top_logprobs: Int | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    thinking_token_budget: Budget = None
+    """maximum number of tokens of the reasoning; then it ends, and the answer begins"""
     _dropped: Dropped = PrivateAttr(Dropped())
 
     @property
@@ -143,6 +147,16 @@ class ChatBody(Conversation, Generation):
     def is_open_ended(self) -> bool:
         return self.max_tokens is None and self.max_completion_tokens is None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_budget(cls, value: Any) -> Any:
+        """`thinking` may have the budget, in Anthropic's name for it."""
+        thinking = value.get("thinking") if isinstance(value, dict) else None
+        budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
+        if budget is None or thinking.get("type") != "enabled":
+            return value
+        return {"thinking_token_budget": budget, **value}
+
     @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatBody:
         choice = self.tool_choice
@@ -200,7 +214,8 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> Steps[lis
         checked = yield from _checked(engine, wire, sampling)
         render = partial(engine.render_chat, **wire.template_arguments)
         ids = yield from _fitted(engine, wire, messages, sampling, render, len)
-        thoughts = None if sampling.grammar is None else engine.tokenizer.thoughts_before(ids)
+        reads = sampling.reads_thoughts
+        thoughts = engine.tokenizer.thoughts_before(ids) if reads else None
         requests = requests_of(
             engine,
             [tuple(ids)],

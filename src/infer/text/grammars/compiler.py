@@ -284,6 +284,11 @@ class Compiler:
         self._trie = _trie_of(vocabulary.tokenizer_json, size, ends)
         self.cache = CompiledGrammars(self._compile, cache_bytes)
 
+    @property
+    def width(self) -> int:
+        """Number of logits of the model, V."""
+        return self._width
+
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         source = _source(grammar)
         if grammar.kind == "grammar" and "<" in grammar.text:

@@ -73,6 +73,8 @@ class Thoughts(NamedTuple):
     """Special tokens of which the marks consist, where they are none themselves."""
     name: str = ""
     """Name of the marks, for `--reasoning-parser`."""
+    begins_answer: str = ""
+    """Text with which the answer begins behind the closing mark."""
     begins: bool = False
     """Whether each answer begins with reasoning, although neither it nor its prompt opens it."""
 
@@ -97,7 +99,11 @@ class Thoughts(NamedTuple):
 
 
 HARMONY_THOUGHTS = Thoughts(
-    "<|channel|>analysis<|message|>", "<|end|>", harmony.MARKS, name="harmony"
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    harmony.MARKS,
+    name="harmony",
+    begins_answer=f"{harmony.START}assistant{harmony.CHANNEL}final{harmony.MESSAGE}",
 )
 """The marks of harmony, whose answers have a parser of their own."""
 THOUGHTS = (
