@@ -231,10 +231,11 @@ def test_a_forced_call_that_is_cut_is_a_call(tmp_path: Path, template: str, choi
     """`scripted` obeys no grammar, so the text is what a grammar gives, cut at any place."""
     tokenizer = tokenizer_of(tmp_path, template)
     assert tokenizer.tool_use is not None
-    is_tagged = tokenizer.tool_use.format.name == "hermes"
-    key = "parameters" if tokenizer.tool_use.format.name == "json" else "arguments"
-    head = f'{{"name": "time", "{key}": '
-    head = f"<tool_call>\n{head}" if is_tagged else head
+    head = {
+        "hermes": '<tool_call>\n{"name": "time", "arguments": ',
+        "json": '{"name": "time", "parameters": ',
+        "mistral": "[TOOL_CALLS]time[ARGS]",
+    }[tokenizer.tool_use.format.name]
     arguments = '{"zone": "CET"}'
 
     async def use(app: App) -> None:
@@ -370,3 +371,47 @@ def test_all_marks_of_reasoning_can_be_named() -> None:
     assert ["none", *names] == list(REASONING_PARSERS)
     with pytest.raises(ConfigError, match=r"reasoning_parser: .*deepseek-r1"):
         EngineConfig(reasoning_parser="gpt5")
+
+
+TAGGED = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    "<function={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}\n"
+    "<parameter={{ k }}>\n{{ v }}\n</parameter>{% endfor %}\n</function>\n</tool_call>"
+    "{% endfor %}{% endfor %}<|assistant|>"
+)
+COUNTED = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["cold", "warm"]}, "days": {"type": "integer", "maximum": 99}},
+    "required": ["unit", "days"],
+}
+
+
+def test_a_forced_call_is_written_in_the_models_own_markup(tmp_path: Path) -> None:
+    file = tmp_path / "tagged.jinja"
+    file.write_text(TAGGED, encoding="utf-8")
+    tool = {"type": "function", "function": {"name": "forecast", "parameters": COUNTED}}
+    asked = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 120,
+        "return_token_ids": True,
+    }
+    answer, events = demo(CHAT, asked, {**asked, "stream": True}, chat_template=str(file))
+    [choice] = answer["choices"]
+    [call] = choice["message"]["tool_calls"]
+    written = Tokenizer(text_of(find_checkpoint(None), EngineConfig())).decode(choice["token_ids"])
+    assert written.startswith("<tool_call>\n<function=forecast>\n<parameter=unit>\n")
+    assert written.endswith("\n</function>\n</tool_call>")
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments["unit"] in ("cold", "warm")
+    assert type(arguments["days"]) is int
+    assert choice["finish_reason"] == "tool_calls"
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls[0]["function"]["name"] == "forecast"
+    said = "".join(call["function"]["arguments"] for call in calls)
+    assert said == call["function"]["arguments"]
+    assert len(calls) > 3

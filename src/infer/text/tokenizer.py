@@ -225,6 +225,14 @@ class Tokenizer:
             return None
         return ("" if marks.are_opened_by(end) else marks.opening, marks.closing)
 
+    def special_tokens(self) -> dict[str, int]:
+        """The id of each special token, by its text."""
+        return {self._spelling(i) or "": i for i in sorted(self.special_token_ids)}
+
+    def end_tokens(self) -> list[str]:
+        """The texts of the tokens that end an answer."""
+        return [text for i in self.eos_token_ids if (text := self._spelling(i))]
+
     def thought_end(self, *, only_mark: bool = False) -> tuple[int, ...]:
         """The tokens between reasoning and answer, as the chat template writes them; none if the
         model does not think. `only_mark`: nothing behind the mark that ends the reasoning."""

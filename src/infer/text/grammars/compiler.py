@@ -129,6 +129,8 @@ def _source(grammar: Grammar) -> str:
         if not (choices := json.loads(text)):
             raise ValueError("the list of choices is empty: there is nothing to choose from")
         lark = "start: " + " | ".join(json.dumps(one) for one in choices)
+    elif grammar.kind == "calls":
+        lark = text
     else:
         if "%llguidance" in text:
             raise ValueError("a grammar cannot set options (%llguidance)")

@@ -58,6 +58,8 @@ from infer.text.tools.tagged_calls import FAMILIES, Family, NoCall, tagged_text,
 Names = Collection[str] | None
 """Names of the request's tools; None: any name is accepted. A mapping from names also has the
 schemas of the tools' parameters, by which values without a type get one."""
+MAX_FORCED_CALLS = 8
+"""Maximum number of calls in an answer that a grammar enforces."""
 _MAX_CLOSINGS = 64
 """Maximum number of closing marks inside strings of a call; a text with more is not a call."""
 
