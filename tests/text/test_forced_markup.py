@@ -10,10 +10,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-from llguidance import LLMatcher
+import tokenizers
 
 from infer.text.answer_parser import forced_answer, parser_for
-from infer.text.grammars import compiler
+from infer.text.grammars.compiler import Compiler, Vocabulary
 from infer.text.tools.call import Parts, ToolCall
 from infer.text.tools.forced_markup import ForcedMarkup, forced_markup
 from infer.text.tools.formats import (
@@ -27,6 +27,7 @@ from infer.text.tools.formats import (
 )
 from infer.text.tools.tagged_calls import FAMILIES
 from infer.types.grammar import Grammar
+from tests.support.doubles import small_tokenizer
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -58,87 +59,79 @@ CALLS = [
 ]
 OWN = [way for way in FORMATS if way is not FUNCTIONARY_32]
 """Formats whose markup is forced; whether functionary's mark is there, the prompt decides."""
-END = "<end>"
 ENDS = ("<|call|>", "<|return|>")
-USUAL = frozenset(b"\"'<>\n]})abc123,")
+USUAL = frozenset(bytes([byte]) for byte in b"\"'<>\n]})abc123,")
 
 
-def special_of(way: ToolFormat) -> Mapping[str, int]:
-    """Ids of a family's marks where they are special tokens."""
+def special_marks(way: ToolFormat) -> list[str]:
+    """A family's marks that are special tokens in its models."""
     inner = [mark for family in FAMILIES if family.name == way.name for mark in family.special]
     marks = dict.fromkeys((*way.all_marks, *inner))
-    shown = [m for m in marks if re.match(r"<\||\[|<start_|<end_|<escape|｜|<｜|\]<\]", m)]
-    return {mark: 257 + i for i, mark in enumerate(shown)}
+    pattern = r"<\||\[|<start_|<end_|<escape|｜|<｜|\]<\]"
+    return [mark for mark in marks if re.match(pattern, mark)]
 
 
 class Walk:
     """A grammar of forced calls, over bytes and a family's special tokens."""
 
-    def __init__(self, way: ToolFormat, made: ForcedMarkup, special: Mapping[str, int]) -> None:
-        pieces = [bytes([byte]) for byte in range(256)] + [END.encode()]
-        pieces += [mark.encode() for mark in special]
-        ends = [256, *(special[mark] for mark in ENDS if mark in special)]
-        tokens = compiler._Tokens(pieces, [256, *special.values()], 256)
-        trie = compiler._trie(tokens, ends)
-        source = compiler._source(made.grammar)
-        self.matcher = LLMatcher(trie, source, log_level=0, limits=compiler._limits())
-        assert not self.matcher.is_error(), self.matcher.get_error()
-        self.special, self.pieces = special, pieces
+    def __init__(self, way: ToolFormat, is_special: bool) -> None:
+        self.tokenizer = tokenizers.Tokenizer.from_str(small_tokenizer().to_json())
+        marks = special_marks(way) if is_special else []
+        self.tokenizer.add_special_tokens(marks)
+        found = {mark: self.tokenizer.token_to_id(mark) for mark in marks}
+        self.special = {mark: i for mark, i in found.items() if i is not None}
+        ends = [mark for mark in ENDS if mark in self.special]
+        made = forced_markup(way, TOOLS, parallel=True, special=self.special, ends=ends)
+        assert made is not None
+        self.made = made
+        self.end = small_tokenizer().eos_token_ids[0]
+        size = self.tokenizer.get_vocab_size()
+        end_ids = (self.end, *(self.special[mark] for mark in ends))
+        compiler = Compiler(Vocabulary(self.tokenizer.to_str(), size, end_ids, size))
+        self.pieces = compiler.token_bytes().pieces
+        self.start = compiler.constraint(made.grammar)
         afters = [family.after for family in FAMILIES if family.name == way.name]
         afters = [after.replace("{key}", key) for after in afters for key in WEATHER["properties"]]
         self.closings = [*way.all_marks, *afters, *(f"\n{after}" for after in afters), '"', "'"]
 
     def ids(self, text: str) -> list[int]:
-        known = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
-        parts = re.split(f"({known})", text) if known else [text]
-        return [
-            i
-            for part in parts
-            for i in ([self.special[part]] if part in self.special else part.encode())
-        ]
+        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return found
 
     def takes(self, text: str) -> bool:
         """Whether the whole text is an answer."""
-        self.matcher.reset()
-        ids = self.ids(text)
-        if self.matcher.validate_tokens(ids) < len(ids):
+        constraint, ids = self.start.copy(), self.ids(text)
+        if constraint.num_allowed(ids) < len(ids):
             return False
-        assert all(self.matcher.consume_token(i) for i in ids)
-        return bool(self.matcher.is_accepting())
+        return [constraint.take(i) for i in ids][-1] or not constraint.forbidden()[self.end]
 
     def some(self, draw: random.Random, most: int) -> tuple[str, bool]:
         """(a random answer, whether it is complete)"""
-        self.matcher.reset()
-        taken = b""
-        while len(taken) < most and not self.matcher.is_stopped():
+        constraint, taken = self.start.copy(), b""
+        while len(taken) < most:
             ids = self.ids(draw.choice(self.closings)) if draw.random() < 0.4 else []
-            if not ids or self.matcher.validate_tokens(ids) < len(ids):
-                bits = self.matcher.compute_bitmask()
-                allowed = [i for i in range(len(self.pieces)) if bits[i // 8] >> i % 8 & 1]
-                if 256 in allowed and (len(allowed) == 1 or draw.random() < 0.5):
-                    break
-                usual = [i for i in allowed if i > 256 or i in USUAL]
+            if not ids or constraint.num_allowed(ids) < len(ids):
+                allowed = (~constraint.forbidden()).nonzero()[0].tolist()
+                if self.end in allowed and (len(allowed) == 1 or draw.random() < 0.5):
+                    return taken.decode(errors="replace"), True
+                allowed = [i for i in allowed if i != self.end]
+                marks = self.special.values()
+                usual = [i for i in allowed if i in marks or self.pieces[i] in USUAL]
                 ids = [draw.choice(usual if usual and draw.random() < 0.9 else allowed)]
-            if 256 in ids:
-                break
-            assert all(self.matcher.consume_token(i) for i in ids)
             taken += b"".join(self.pieces[i] for i in ids)
-        return taken.decode(errors="replace"), bool(self.matcher.is_accepting())
+            if [constraint.take(i) for i in ids][-1]:
+                return taken.decode(errors="replace"), True
+        return taken.decode(errors="replace"), False
 
 
 def walk_of(way: ToolFormat, is_special: bool) -> tuple[Walk, ForcedMarkup]:
-    return _walk(way.name, is_special)
+    walk = _walk(way.name, is_special)
+    return walk, walk.made
 
 
 @cache
-def _walk(name: str, is_special: bool) -> tuple[Walk, ForcedMarkup]:
-    way = format_named(name)
-    special = special_of(way) if is_special else {}
-    made = forced_markup(
-        way, TOOLS, parallel=True, special=special, ends=[e for e in ENDS if e in special]
-    )
-    assert made is not None
-    return Walk(way, made, special), made
+def _walk(name: str, is_special: bool) -> Walk:
+    return Walk(format_named(name), is_special)
 
 
 def before_end(way: ToolFormat, text: str, is_special: bool) -> str:
@@ -279,6 +272,10 @@ def test_what_a_markup_cannot_express_is_forced_in_json(schema: dict[str, Any]) 
 
 
 def test_no_caller_can_name_a_special_token() -> None:
-    walk_of(HARMONY, True)
-    with pytest.raises(ValueError, match="options"):
-        compiler._source(Grammar.grammar("%llguidance {}\nstart: <[257]>"))
+    walk = _walk(HARMONY.name, True)
+    size = len(walk.pieces)
+    compiler = Compiler(Vocabulary(walk.tokenizer.to_str(), size, (walk.end,), size))
+    for name in (f"<[{walk.special['<|call|>']}]>", "<|call|>"):
+        assert compiler.problem(Grammar.grammar(f"start: {name}"))[0]
+        assert compiler.problem(Grammar.grammar(f"%llguidance {{}}\nstart: {name}"))[0]
+    assert not compiler.problem(walk.made.grammar)[0]
