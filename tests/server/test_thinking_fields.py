@@ -73,7 +73,7 @@ BUDGET_TEMPLATE = (
 )
 BUDGET = 9
 MESSAGES = [{"role": "user", "content": "Tell me a story."}]
-BUDGETED = {
+BUDGETED: dict[str, list[dict[str, Any]]] = {
     CHAT: [
         {"messages": MESSAGES, "thinking_token_budget": BUDGET},
         {"messages": MESSAGES, "thinking": {"type": "enabled", "budget_tokens": BUDGET}},

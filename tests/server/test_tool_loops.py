@@ -355,7 +355,7 @@ def test_the_operator_may_name_the_template_and_the_format(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", REASONING_PARSERS)
 def test_the_operator_may_name_the_marks_of_reasoning(name: str) -> None:
-    config = EngineConfig(reasoning_parser=name)
+    config = EngineConfig.from_kwargs(reasoning_parser=name)
     files = replace(text_of(find_checkpoint(None), config), templates={"default": BARE_LIST})
     marks = Tokenizer(files).thoughts
     assert (marks.name if marks else "none") == name
@@ -370,7 +370,7 @@ def test_all_marks_of_reasoning_can_be_named() -> None:
     names = [each.name for each in (*THOUGHTS, UNOPENED_THOUGHTS)]
     assert ["none", *names] == list(REASONING_PARSERS)
     with pytest.raises(ConfigError, match=r"reasoning_parser: .*deepseek-r1"):
-        EngineConfig(reasoning_parser="gpt5")
+        EngineConfig.from_kwargs(reasoning_parser="gpt5")
 
 
 TAGGED = (

@@ -202,8 +202,8 @@ def read(way: ToolFormat, made: ForcedMarkup, pieces: list[str]) -> Parts:
             name, arguments = calls[-1]
             calls[-1] = ToolCall(name, arguments + parts.more)
         calls += parts.calls
-    joined = ("".join(getattr(p, name) for p in found) for name in ("reasoning", "content"))
-    return Parts(*joined, tuple(calls))
+    reasoning = "".join(parts.reasoning for parts in found)
+    return Parts(reasoning, "".join(parts.content for parts in found), tuple(calls))
 
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(330, marks=pytest.mark.slow)])

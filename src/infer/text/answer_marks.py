@@ -126,5 +126,5 @@ def _thoughts_between(opening: str, closing: str) -> Thoughts:
 def _is_read(fields: Mapping[str, Any], opening: str, closing: str) -> bool:
     """Whether calls between these marks can be read: those of a known format, and JSON."""
     way = format_between(opening, closing)
-    known = next((fields[name] for name in _CALL_FIELDS if name in fields), {})
+    known: Any = next((fields[name] for name in _CALL_FIELDS if name in fields), {})
     return way.name != "json-between-marks" or "json" in json.dumps(known.get("content", "json"))

@@ -145,6 +145,13 @@ class ChatBody(Conversation, Generation):
         """(forced tools with what is enforced of their parameters, names of what is not)"""
         return grammar_fields.enforced_tools(self.forced)
 
+    def check_strict(self) -> None:
+        """Raise `RequestError` for a tool with `strict: true` of which not all can be enforced,
+        whether it is forced or the model may choose it. The time is linear in the schemas."""
+        forced = {i for i, _ in self.forced}
+        strict = [(i, t) for i, t in self.functions if t["function"].get("strict") is True]
+        grammar_fields.enforced_tools((i, tool) for i, tool in strict if i not in forced)
+
     @property
     def num_grammar_chars(self) -> int:
         return super().num_grammar_chars + sum(len(str(tool)) for tool in self.forced_tools)
@@ -162,8 +169,9 @@ class ChatBody(Conversation, Generation):
     def _read_budget(cls, value: Any) -> Any:
         """`thinking` may have the budget, in Anthropic's name for it."""
         thinking = value.get("thinking") if isinstance(value, dict) else None
-        budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else None
-        if budget is None or thinking.get("type") != "enabled":
+        if not isinstance(thinking, dict) or thinking.get("type") != "enabled":
+            return value
+        if (budget := thinking.get("budget_tokens")) is None:
             return value
         return {"thinking_token_budget": budget, **value}
 
@@ -391,6 +399,7 @@ def _chat_sampling(engine: AsyncLLM, wire: ChatBody) -> Iterator[SamplingParams]
         logprobs = 0
     with in_callers_names(names):
         check_stream_format(wire, logprobs)
+        wire.check_strict()
         sampling = sampling_of(engine, wire, most, logprobs)
         forced = _forced(engine, wire)
         if forced is not None:

@@ -370,6 +370,8 @@ class GeneratingBody(Body):
 
     always_streams: ClassVar[bool] = False
     """whether the answer is a stream whatever `stream` says"""
+    clamps_limit: ClassVar[bool] = True
+    """whether a `max_tokens` for which there is no room becomes what there is room for"""
     stream: bool = False
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
     """maximum time of the request in seconds; the server has a limit of its own"""

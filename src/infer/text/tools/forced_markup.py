@@ -264,13 +264,13 @@ class _Writer:
             kind = "boolean" if others == ["boolean"] else others[0]
             behind = family.written[1].partition("{value}")[2].replace("{key}", key)
             forms.append((kind, f"{rule}json {self._literal(behind)}"))
-        written = []
+        shown = []
         for kind, value in forms:
             before = family.written[1].partition("{value}")[0].replace("{key}", key)
             before = before.replace("{string}", str(kind == "string").lower())
             before = before.replace("{type}", "number" if kind == "integer" else kind)
-            written.append(f"{self._literal(family.between + before)} {value}")
-        return " | ".join(written)
+            shown.append(f"{self._literal(family.between + before)} {value}")
+        return " | ".join(shown)
 
     def _text(self, rule: str, key: str, schema: Any, types: frozenset[str], family: Family) -> str:
         """A text without quotes up to the tag behind it, and the tag."""
