@@ -43,10 +43,16 @@ ToolParser = Literal[
     "phi4", "gigachat", "lfm2", "olmo3", "llama4", "json", "pythonic",
 ]  # fmt: skip
 """The names of `text.tools.formats`."""
+ReasoningParser = Literal[
+    "none", "think", "mistral", "seed-oss", "minimax-m3", "hunyuan-v3", "kimi-vl", "command-a",
+    "apertus", "gemma4", "kimi-k3", "harmony", "deepseek-r1",
+]  # fmt: skip
+"""The names of the marks of reasoning in `text.tools.formats`."""
 BATCHING_MODES: tuple[str, ...] = get_args(BatchingMode)
 STATIC_ORDERS: tuple[str, ...] = get_args(StaticOrder)
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 TOOL_PARSERS: tuple[str, ...] = get_args(ToolParser)
+REASONING_PARSERS: tuple[str, ...] = get_args(ReasoningParser)
 SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
 MAX_COUNT = 2**50
 """maximum of any count and any size in bytes: a pebibyte"""
@@ -308,6 +314,11 @@ class EngineConfig:
     )
     tool_parser: ToolParser | None = option(
         None, "Format in which the model writes tool calls; default: as its chat template says."
+    )
+    reasoning_parser: ReasoningParser | None = option(
+        None,
+        "Marks between which the model writes its reasoning; none = it writes none; default: as its"
+        " chat template says.",
     )
     generation_config: Annotated[
         str, name_or_pattern(".", "a folder with a generation_config.json", "auto", "none")

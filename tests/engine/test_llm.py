@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from infer.errors import (
     LoadError,
     UnprocessableError,
 )
+from infer.types import Sampling
 from tests.support.checkpoints import END_ID, EOS_ID, write_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -356,3 +359,21 @@ def test_dummy_weights_need_only_a_config(folder: Path, tmp_path: Path) -> None:
         assert llm.generate([[1, 2, 3]], GREEDY)[0].token_ids == first
     with pytest.raises(LoadError, match="tokenizer"):
         LLM(str(tmp_path))
+
+
+def test_what_cannot_be_enforced_of_a_schema_is_dropped_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As the server does: a schema that people pass on is no error."""
+    value = {"type": "string", "format": "path", "maxLength": 3}
+    schema: dict[str, Any] = {"type": "object", "properties": {"v": value}, "required": ["v"]}
+    schema["additionalProperties"] = False
+    sampling = SamplingParams(grammar=Grammar.json(schema), max_tokens=40, temperature=0)
+    with LLM(max_seq_len=128) as llm:
+        [plain] = llm.generate("Hi", sampling)
+        [said] = llm.chat([{"role": "user", "content": "Hi"}], sampling)
+        bare = llm.make_request("Hi", Sampling(grammar=Grammar.json(schema)))
+    for output in (plain, said):
+        assert len(json.loads(output.text)["v"]) <= 3
+    assert "path" not in str(bare.sampling.grammar)
+    assert "not enforced: properties.v: format 'path'" in caplog.text

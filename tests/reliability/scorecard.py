@@ -199,7 +199,7 @@ ROWS = (
     Row(
         "27",
         "a replica is lost",
-        ("tests/replicas/test_replicas.py::test_a_hundred_rounds_of_three",),
+        ("tests/engine/fleet/test_replicas.py::test_a_hundred_rounds_of_three",),
     ),
     Row(
         "28",

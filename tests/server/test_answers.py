@@ -256,7 +256,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for path, extra, logprobs in (
         (COMPLETIONS, {"logprobs": 3}, 3),
-        (CHAT, {"logprobs": True, "top_logprobs": 3}, 3),
+        (CHAT, {"logprobs": True, "top_logprobs": 3, "thinking_token_budget": 7}, 3),
         (CHAT, {"logprobs": True}, 0),
         (CHAT, {}, None),
         (COMPLETIONS, {"logprobs": 0}, 0),
@@ -283,6 +283,8 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         assert request.prediction_token_ids == tuple(spelled("likely"))
         assert request.sampling.grammar == Grammar.choice(["a", "b"])
         assert request.sampling.logprobs == logprobs
+        budget = extra.get("thinking_token_budget")
+        assert request.sampling.thinking_token_budget == budget
         handled = {"model", "prompt", "messages", "n", "stream", "stream_options", "stream_format"}
         hints = {"user", "metadata", *grammar_fields.FIELDS, "session_id"}
         hints |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
@@ -291,7 +293,7 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         handled |= {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
         handled |= {"truncation"}
         aliases = {"max_completion_tokens", "logprobs", "top_logprobs", "priority", "logit_bias"}
-        aliases |= {"reuse_prefix", "prediction"}
+        aliases |= {"reuse_prefix", "prediction", "thinking_token_budget"}
         model = CompletionBody if path == COMPLETIONS else ChatBody
         assert set(model.model_fields) <= {*sampling, *lists, *handled, *hints, *aliases}
 

@@ -251,3 +251,15 @@ def test_other_kinds_of_tools_are_skipped_and_named() -> None:
     assert (reply.status, reply.json()["error"]["param"]) == (400, "tool_choice")
     for wrong in ({"type": 5}, {"type": "function"}, {}):
         assert ask(hi(), CHAT, chat_body(tools=[wrong])).status == 400
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+def test_a_strict_tool_is_refused_whoever_chooses_it(choice: str) -> None:
+    schema = within({"type": "string", "format": "path"})
+    body = chat_body(tools=[tool("ok"), tool("f", parameters=schema, strict=True)])
+    reply = ask(hi(), CHAT, {**body, "tool_choice": choice})
+    place = "tools[1].function.parameters.properties.v"
+    assert (reply.status, reply.error()["param"]) == (400, place)
+    assert "format 'path'" in reply.error()["message"]
+    body["tools"][1]["function"]["strict"] = False
+    assert ask(hi(), CHAT, {**body, "tool_choice": choice}).status == 200

@@ -124,6 +124,7 @@ def test_every_setting_is_an_option() -> None:
         "load_format": "dummy",
         "attention_backend": "sdpa",
         "tool_parser": "mistral",
+        "reasoning_parser": "think",
         "sampler": "module:function",
         "numa": "all",
         "static_order": "prompt_length",

@@ -175,7 +175,7 @@ def test_a_keys_limits_are_those_of_all_fronts(tmp_path: Path) -> None:
 
         replies = [await apps[i % 2].post(COMPLETIONS, body, headers=small) for i in range(4)]
         assert [reply.status for reply in replies] == [200, 200, 200, 429]
-        refused = await apps[1].post(COMPLETIONS, {**body, "max_tokens": 300}, headers=small)
+        refused = await apps[1].post(COMPLETIONS, {**body, "prompt": "a" * 300}, headers=small)
         assert (refused.status, refused.error()["code"]) == (400, "tokens_per_minute_exceeded")
 
         shared.has_gone = True  # a front gives its share, here the half of one request

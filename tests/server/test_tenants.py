@@ -28,16 +28,20 @@ from infer.server.tenancy.local_limits import LocalLimits
 from infer.server.tenancy.token_bucket import Bucket
 from infer.types import Request, SamplingParams
 from infer.types.server_limits import ServerLimits
+from tests.support.checkpoints import END_ID
 from tests.support.doubles import held_runner, make_hash_llm
 from tests.support.engines import ENGINES
 from tests.support.server_process import Findings
 from tests.support.serving import (
+    CHAT,
     COMPLETIONS,
     App,
     Reply,
     all_open,
     code_at,
     completion_body,
+    scripted,
+    spelled,
     with_app,
 )
 from tests.support.tenants import (
@@ -249,6 +253,26 @@ def test_limits(file: Path, make_engine: Callable[..., AsyncLLM]) -> None:
         assert (refused.status, refused.error()["code"]) == (400, "too_many_choices")
 
     with_app(make_engine(step_s=0.001, max_batch_size=2), use, api_keys=str(file))
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses"])
+def test_what_an_agent_asks_for_does_not_count_but_what_it_uses(file: Path, path: str) -> None:
+    """Agents send 32,000 in each request, several at once, of a key with 100 tokens a minute."""
+    key = make(file, "a", tokens_per_minute=100)
+    messages = [{"role": "user", "content": "Hi"}]
+    field = "input" if path == "/v1/responses" else "messages"
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {"model": "hash-model", field: messages, limit: 32_000}
+
+    async def use(app: App) -> None:
+        both = await asyncio.gather(*(app.post(path, body, headers=key) for _ in range(2)))
+        assert [reply.status for reply in both] == [200, 200], both[0].body
+        left = int(
+            (await app.post(path, body, headers=key)).headers["x-ratelimit-remaining-tokens"]
+        )
+        assert 0 <= left < 90  # what the two have used is gone
+
+    with_app(scripted([*spelled("Hello."), END_ID]), use, api_keys=str(file))
 
 
 @pytest.mark.slow

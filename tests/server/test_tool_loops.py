@@ -6,19 +6,21 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from infer.config import TOOL_PARSERS, EngineConfig
+from infer.config import REASONING_PARSERS, TOOL_PARSERS, EngineConfig
 from infer.engine.build.checkpoint import find_checkpoint, text_of
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import log_tool_use
 from infer.errors import ConfigError
+from infer.text.answer_parser import parser_for
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
-from infer.text.tools.formats import FORMATS
+from infer.text.tools.formats import FORMATS, THOUGHTS, UNOPENED_THOUGHTS
 from tests.support.checkpoints import END_ID, write_tokenizer
 from tests.support.demo_answers import demo
 from tests.support.serving import (
@@ -229,10 +231,11 @@ def test_a_forced_call_that_is_cut_is_a_call(tmp_path: Path, template: str, choi
     """`scripted` obeys no grammar, so the text is what a grammar gives, cut at any place."""
     tokenizer = tokenizer_of(tmp_path, template)
     assert tokenizer.tool_use is not None
-    is_tagged = tokenizer.tool_use.format.name == "hermes"
-    key = "parameters" if tokenizer.tool_use.format.name == "json" else "arguments"
-    head = f'{{"name": "time", "{key}": '
-    head = f"<tool_call>\n{head}" if is_tagged else head
+    head = {
+        "hermes": '<tool_call>\n{"name": "time", "arguments": ',
+        "json": '{"name": "time", "parameters": ',
+        "mistral": "[TOOL_CALLS]time[ARGS]",
+    }[tokenizer.tool_use.format.name]
     arguments = '{"zone": "CET"}'
 
     async def use(app: App) -> None:
@@ -348,3 +351,67 @@ def test_the_operator_may_name_the_template_and_the_format(tmp_path: Path) -> No
             text_of(checkpoint, EngineConfig(chat_template=str(path)))
         assert str(refused.value).count("chat_template: ") == 1
     assert [each.name for each in FORMATS] == list(TOOL_PARSERS)
+
+
+@pytest.mark.parametrize("name", REASONING_PARSERS)
+def test_the_operator_may_name_the_marks_of_reasoning(name: str) -> None:
+    config = EngineConfig.from_kwargs(reasoning_parser=name)
+    files = replace(text_of(find_checkpoint(None), config), templates={"default": BARE_LIST})
+    marks = Tokenizer(files).thoughts
+    assert (marks.name if marks else "none") == name
+    assert Tokenizer(replace(files, reasoning_parser=None)).thoughts is None
+    if marks is not None:
+        text = f"{'' if marks.begins else marks.opening}Hm{marks.closing}Hi"
+        parser = parser_for(marks, None, prompt_end="<|im_start|>assistant\n")
+        assert parser.push(text, end=True)[:2] == ("Hm", "Hi")
+
+
+def test_all_marks_of_reasoning_can_be_named() -> None:
+    names = [each.name for each in (*THOUGHTS, UNOPENED_THOUGHTS)]
+    assert ["none", *names] == list(REASONING_PARSERS)
+    with pytest.raises(ConfigError, match=r"reasoning_parser: .*deepseek-r1"):
+        EngineConfig.from_kwargs(reasoning_parser="gpt5")
+
+
+TAGGED = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    "<function={{ c.function.name }}>{% for k, v in c.function.arguments.items() %}\n"
+    "<parameter={{ k }}>\n{{ v }}\n</parameter>{% endfor %}\n</function>\n</tool_call>"
+    "{% endfor %}{% endfor %}<|assistant|>"
+)
+COUNTED = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["cold", "warm"]}, "days": {"type": "integer", "maximum": 99}},
+    "required": ["unit", "days"],
+}
+
+
+def test_a_forced_call_is_written_in_the_models_own_markup(tmp_path: Path) -> None:
+    file = tmp_path / "tagged.jinja"
+    file.write_text(TAGGED, encoding="utf-8")
+    tool = {"type": "function", "function": {"name": "forecast", "parameters": COUNTED}}
+    asked = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 120,
+        "return_token_ids": True,
+    }
+    answer, events = demo(CHAT, asked, {**asked, "stream": True}, chat_template=str(file))
+    [choice] = answer["choices"]
+    [call] = choice["message"]["tool_calls"]
+    written = Tokenizer(text_of(find_checkpoint(None), EngineConfig())).decode(choice["token_ids"])
+    assert written.startswith("<tool_call>\n<function=forecast>\n<parameter=unit>\n")
+    assert written.endswith("\n</function>\n</tool_call>")
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments["unit"] in ("cold", "warm")
+    assert type(arguments["days"]) is int
+    assert choice["finish_reason"] == "tool_calls"
+    deltas = [choice["delta"] for event in events for choice in event["choices"]]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert calls[0]["function"]["name"] == "forecast"
+    said = "".join(call["function"]["arguments"] for call in calls)
+    assert said == call["function"]["arguments"]
+    assert len(calls) > 3

@@ -7,11 +7,13 @@ may interleave any number of `stream` and `generate` calls; for several threads 
 from __future__ import annotations
 
 import dataclasses
+import json
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +24,13 @@ from infer.engine.client.output import OutputProcessor, collected, error_of
 from infer.engine.client.step_lines import StepLines
 from infer.engine.core import EngineCore
 from infer.errors import EngineDeadError, RequestError
+from infer.text.grammars.schema_relaxing import relaxed
 from infer.types import FinishReason, Request, RequestOutput, Sampling, SamplingParams, TextDelta
+from infer.types.grammar import MAX_GRAMMAR_CHARS, Grammar
 from infer.types.stats_summary import summary_of
+
+log = logging.getLogger(__name__)
+_MAX_LOGGED = 8
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """text; token ids; or a dict with either `prompt` (text) or `prompt_token_ids`"""
@@ -86,8 +93,8 @@ class LLM:
 
     def _chat_request(self, prompt: Sequence[int], sampling_params: SamplingParams) -> Request:
         """For a prompt that a chat template has made: a grammar begins behind the thoughts."""
-        thoughts = None
-        if sampling_params.grammar is not None:
+        sampling_params, thoughts = _enforceable(sampling_params), None
+        if sampling_params.reads_thoughts:
             thoughts = self.tokenizer.thoughts_before(prompt)
         return self._input_processor.make_request(prompt, sampling_params, thoughts=thoughts)
 
@@ -183,6 +190,8 @@ class LLM:
         """
         if isinstance(prompt, Mapping):
             prompt = _given_prompt(prompt)
+        if sampling_params is not None:
+            sampling_params = _enforceable(sampling_params)
         return self._input_processor.make_request(
             prompt, sampling_params, request_id=request_id, priority=priority
         )
@@ -305,6 +314,29 @@ class LLM:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+_S = TypeVar("_S", bound=Sampling)
+
+
+def _enforceable(sampling: _S) -> _S:
+    """The sampling without what cannot be enforced of its JSON schema, which the log names, as the
+    server names it in a header."""
+    grammar = sampling.grammar
+    if grammar is None or grammar.kind != "json" or len(grammar.text) > MAX_GRAMMAR_CHARS:
+        return sampling
+    try:
+        schema = json.loads(grammar.text)
+    except (ValueError, RecursionError):  # refused later
+        return sampling
+    kept = relaxed(schema)
+    if kept.schema is schema:
+        return sampling
+    for path, keyword in kept.dropped[:_MAX_LOGGED]:
+        log.warning("not enforced: %s%s", path.removeprefix(".") and f"{path[1:]}: ", keyword)
+    if isinstance(sampling, SamplingParams):
+        return sampling.replace(grammar=Grammar.json(kept.schema))  # type: ignore[return-value]
+    return dataclasses.replace(sampling, grammar=Grammar.json(kept.schema))
 
 
 def _given_prompt(prompt: Mapping[str, Any]) -> str | Sequence[int]:

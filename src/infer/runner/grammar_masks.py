@@ -28,8 +28,8 @@ from torch import Tensor
 from infer.schedule.sequence import Plan, Sampled, Sequence
 from infer.text.grammars.compiler import Compiler, Constraint, compiling_thread
 from infer.text.grammars.grammar_thoughts import BehindThoughts
+from infer.text.grammars.thought_budget import ThoughtBudget, Unconstrained
 from infer.types import Request
-from infer.types.grammar import Grammar
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ class Restrictions:
 
     def begin(self, plan: Plan) -> Masks | None:
         """Start making the masks of a step; None if no sequence of the step has a grammar."""
-        chunks = [chunk for chunk in plan if chunk.sequence.request.sampling.grammar is not None]
+        chunks = [chunk for chunk in plan if chunk.sequence.request.is_restricted]
         if not chunks:
             return None
         masks: dict[str, tuple[_GrammarState, Future[_Mask]]] = {}
@@ -147,18 +147,22 @@ class Restrictions:
     def _state_of(self, sequence: Sequence) -> _GrammarState:
         state = sequence.constraint
         if not isinstance(state, _GrammarState):
-            grammar = sequence.request.sampling.grammar
-            assert grammar is not None
-            compiled = self._compiling.submit(self._compile, grammar, sequence.request)
+            compiled = self._compiling.submit(self._compile, sequence.request)
             sequence.constraint = state = _GrammarState(compiled)
         return state
 
-    def _compile(self, grammar: Grammar, request: Request) -> Constraint:
-        compiler = self._compiler.result()
-        constraint = compiler.constraint(grammar, request.grammar_bytes)
-        if request.thoughts is None:
+    def _compile(self, request: Request) -> Constraint:
+        compiler, sampling, thoughts = self._compiler.result(), request.sampling, request.thoughts
+        constraint: Constraint = Unconstrained(compiler.width)
+        if sampling.grammar is not None:
+            constraint = compiler.constraint(sampling.grammar, request.grammar_bytes)
+            if thoughts is not None:
+                constraint = BehindThoughts(constraint, compiler.token_bytes(), *thoughts)
+        budget = sampling.thinking_token_budget
+        if budget is None or thoughts is None or not request.thought_end:
             return constraint
-        return BehindThoughts(constraint, compiler.token_bytes(), *request.thoughts)
+        pieces = compiler.token_bytes()
+        return ThoughtBudget(constraint, pieces, thoughts, budget, request.thought_end)
 
     def allowed(self, sequence: Sequence, proposed: tuple[int, ...]) -> tuple[int, ...]:
         """The leading tokens of `proposed` that the sequence's grammar allows to follow.

@@ -212,6 +212,7 @@ class Drafter:
         plain = replace(
             request,
             sampling=replace(request.sampling, logprobs=None, prompt_logprobs=None, grammar=None),
+            thought_end=(),
             logits_at=(),
         )
         copy = Sequence.from_request(plain, sequence.arrival)

@@ -88,7 +88,8 @@ class Sequence:
     is_special: bool = False
     """whether sampling needs more than temperature, top-k, top-p, min-p and `min_tokens`"""
     reads_output: bool = False
-    """whether sampling needs the ids of all tokens before (grammar, penalties, bad words)"""
+    """whether sampling needs the ids of all tokens before (grammar, budget of reasoning, penalties,
+    bad words)"""
     guesses: Guesses | None = None
     """what speculation knows about it; None before tokens were first proposed for it"""
     constraint: object = None
@@ -102,7 +103,7 @@ class Sequence:
         """A new sequence that waits."""
         sampling = request.sampling
         reads_output = bool(
-            sampling.grammar is not None
+            request.is_restricted
             or sampling.repetition_penalty != 1.0
             or sampling.presence_penalty
             or sampling.frequency_penalty

@@ -233,7 +233,7 @@ class Speculator:
 
     def _possible(self, sequence: Sequence, proposed: tuple[int, ...]) -> tuple[int, ...]:
         """The leading proposed tokens that the grammar allows, and for which pages are free."""
-        if proposed and sequence.request.sampling.grammar is not None:
+        if proposed and sequence.request.is_restricted:
             proposed = self._allowed(sequence, proposed)
         if not proposed:
             return ()

@@ -166,7 +166,8 @@ class GenerationCall(Generic[B]):
         engine, api, tenant = self._pipeline.engine, self._api, self._tenant
         requests = yield from api.make_requests(engine, wire, self._answer_id)
         requests = self._pipeline.prefixes.owned(requests, tenant.key)
-        requests = tenant.fitted(requests, is_open_ended=wire.is_open_ended)
+        clamps = wire.clamps_limit or wire.is_open_ended
+        requests = tenant.fitted(requests, clamps=clamps)
         on_message = self._turn.add if self._turn else None
         answer = api.make_answer(engine, wire, requests, self._answer_id, on_message)
         streams = wire.stream or wire.always_streams

@@ -11,36 +11,76 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from infer.text.grammars.compiler import JSON_OPTIONS
 from infer.text.tools.bare_calls import bare_calls
 from infer.text.tools.call import Block, Reading, taken
 from infer.text.tools.call import Parts as Parts
 from infer.text.tools.call import ToolCall as ToolCall
+from infer.text.tools.forced_markup import forced_markup, json_object
+from infer.text.tools.forced_markup import takes_nothing as takes_nothing
 from infer.text.tools.formats import BARE as BARE
 from infer.text.tools.formats import GEMMA as GEMMA
 from infer.text.tools.formats import GEMMA4 as GEMMA4
-from infer.text.tools.formats import HARMONY, HARMONY_THOUGHTS, THOUGHTS, Names, Thoughts
+from infer.text.tools.formats import (
+    HARMONY,
+    HARMONY_THOUGHTS,
+    MAX_FORCED_CALLS,
+    THOUGHTS,
+    Names,
+    Thoughts,
+)
 from infer.text.tools.formats import HERMES as HERMES
 from infer.text.tools.formats import ToolFormat as ToolFormat
-from infer.text.tools.harmony import HarmonyParser
+from infer.text.tools.harmony import START, HarmonyParser
 from infer.text.tools.json_calls import BracketEnd, write_json
 from infer.types.grammar import Grammar
 
-MAX_FORCED_CALLS = 8
-"""Maximum number of calls in an answer that a grammar enforces."""
 _MAX_STEP_CHARS = 4096
 _MAX_TAIL_CHARS = 128
 _CALL_HEAD = '{"name": '
 
 
-def forced_format(way: ToolFormat | None) -> ToolFormat:
-    """The format of calls that a grammar enforces, for a model whose own format is `way`.
+class ForcedCalls(NamedTuple):
+    """An answer that must call a tool."""
 
-    Grammars enforce calls in JSON. A model whose own format is not JSON writes plain objects.
+    format: ToolFormat
+    """Format of its calls."""
+    grammar: Grammar
+    """Grammar of the answer."""
+    heads: Mapping[str, str] | None
+    """`ForcedMarkup.heads`; None: the calls are JSON objects."""
+
+
+def forced_answer(
+    way: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    parallel: bool,
+    special: Mapping[str, int],
+    ends: Iterable[str],
+    thinks: bool,
+) -> ForcedCalls:
+    """The answer of a model, whose own format is `way`, that must call one of the tools.
+
+    It is in the model's own markup, or in plain JSON where that cannot express the parameters. The
+    arguments are those of `forced_markup`.
     """
+    found = None
+    if way not in (HERMES, BARE):  # both are JSON objects, which `forced_calls` writes
+        found = forced_markup(
+            way, tools, parallel=parallel, special=special, ends=ends, thinks=thinks
+        )
+    if found is not None:
+        return ForcedCalls(way, found.grammar, found.heads)
+    plain = forced_format(way)
+    return ForcedCalls(plain, forced_calls(plain, tools, parallel=parallel), None)
+
+
+def forced_format(way: ToolFormat | None) -> ToolFormat:
+    """The format of calls in JSON that a grammar enforces, for a model whose own format is `way`:
+    plain objects, if its own are not."""
     return way if way in (HERMES, BARE) else _OBJECTS
 
 
@@ -61,43 +101,11 @@ def forced_calls(way: ToolFormat, tools: Sequence[Mapping[str, Any]], *, paralle
         head = f'{begin}{{"name": {json.dumps(function["name"])}, "{way.arguments}": '
         names.append(f"call{i}")
         rules.append(f"call{i}: {json.dumps(head)} arguments{i} {json.dumps('}' + end)}")
-        rules.append(f"arguments{i}: {_arguments(function.get('parameters') or {})}")
+        rules.append(f"arguments{i}: {json_object(function.get('parameters') or {})}")
     between = json.dumps("\n" if begin else "; ")
     more = f"({between} call){{0,{MAX_FORCED_CALLS - 1}}}" if parallel else ""
     lines = [f"start: call {more}", f"call: {' | '.join(names)}", *rules]
     return Grammar.grammar("\n".join(lines))
-
-
-def _arguments(parameters: Mapping[str, Any]) -> str:
-    """The rule for a tool's arguments; for a tool that takes none it is `{}`."""
-    if takes_nothing(parameters):
-        return '"{}"'
-    schema = {"type": "object", **parameters, "x-guidance": JSON_OPTIONS}
-    return f"%json {json.dumps(schema)}"
-
-
-def takes_nothing(parameters: Mapping[str, Any]) -> bool:
-    """Whether a tool with these parameters takes no arguments.
-
-    A schema allows all properties that it does not mention. In a tool that mentions none, nobody
-    has meant that, unless the schema says so or describes the object in another way.
-    """
-    types = parameters.get("type", "object")
-    is_object = types == "object" or (isinstance(types, list) and "object" in types)
-    more = parameters.get("additionalProperties", False)
-    is_described = any(name in parameters for name in _DESCRIBING) or any(
-        parameters.get(name) for name in _DESCRIBING_IF_ANY
-    )
-    return is_object and more in (False, None) and not is_described
-
-
-_DESCRIBING = ("const", "enum", "$ref", "$dynamicRef", "$recursiveRef", "if", "not")
-_DESCRIBING_IF_ANY = (
-    "properties", "patternProperties", "propertyNames", "required", "minProperties", "allOf",
-    "anyOf", "oneOf", "unevaluatedProperties", "dependentSchemas", "dependentRequired",
-    "dependencies",
-)  # fmt: skip
-"""Keywords by which a schema says something about an object's properties, if they are not empty."""
 
 
 def cut_calls(text: str, way: ToolFormat, names: Collection[str]) -> list[ToolCall] | None:
@@ -337,6 +345,58 @@ class AnswerParser:
             self._tail = (self._tail + text)[-_MAX_TAIL_CHARS:]
 
 
+class ForcedParser:
+    """Parses an answer in a family's markup that a grammar of `forced_markup` has made.
+
+    There is no content beside its calls. So what would be content is the beginning of a call that
+    was cut off. If only one tool is possible there, it is a call of that tool, without arguments.
+    """
+
+    def __init__(
+        self, inner: AnswerParser | HarmonyParser, heads: Mapping[str, str], thoughts_end: str
+    ) -> None:
+        """`heads`: text of a first call up to its arguments, by the name of its tool.
+        `thoughts_end`: mark behind the reasoning."""
+        self._inner = inner
+        self._is_harmony = isinstance(inner, HarmonyParser)
+        self._heads = heads
+        self._thoughts_end = thoughts_end
+        self._content = list[str]()
+        self._text = list[str]()
+        """The answer so far, up to its first call."""
+        self._has_called = False
+
+    def push(self, text: str, *, end: bool = False) -> Parts:
+        """See `AnswerParser.push`."""
+        parts = self._inner.push(text, end=end)
+        if not self._has_called:
+            self._text.append(text)
+        self._content.append(parts.content)
+        begun = self._begun() if end and not self._has_called else ""
+        self._has_called |= bool(parts.calls)
+        parts = parts._replace(content="")
+        if not end or not begun:
+            return parts
+        heads = {name: head.lstrip() for name, head in self._heads.items()}
+        possible = [name for name, head in heads.items() if head.startswith(begun)]
+        if len(possible) == 1:  # a parser may take a name that was cut for a whole one
+            return parts._replace(calls=(ToolCall(possible[0], ""),))
+        if possible:
+            return parts._replace(calls=(), content=begun)
+        known = (name for name, head in heads.items() if begun.startswith(head.rstrip()))
+        if parts.calls or (name := next(known, None)) is None:
+            return parts if parts.calls else parts._replace(content="".join(self._content))
+        rest = begun.removeprefix(heads[name].rstrip()).strip()
+        return parts._replace(calls=(ToolCall(name, rest if rest == "{" else ""),))
+
+    def _begun(self) -> str:
+        """The text behind the reasoning."""
+        text = "".join(self._text)
+        before, found, behind = text.partition(self._thoughts_end)
+        text = (behind if found else before).strip()
+        return text.removeprefix(f"{START}assistant") if self._is_harmony else text
+
+
 def parser_for(
     thoughts: Thoughts | None,
     tools: ToolFormat | None,
@@ -344,11 +404,17 @@ def parser_for(
     prompt_end: str,
     names: Names = None,
     forced: bool = False,
-) -> AnswerParser | HarmonyParser:
+    heads: Mapping[str, str] | None = None,
+) -> AnswerParser | HarmonyParser | ForcedParser:
     """The parser of an answer to a prompt whose chat template has these marks of reasoning.
 
-    `prompt_end`: the last characters of the prompt. The other arguments are `AnswerParser`'s.
+    `prompt_end`: the last characters of the prompt. `heads`: `ForcedMarkup.heads`, if a grammar of
+    the format's own markup has made the answer. The other arguments are `AnswerParser`'s.
     """
+    if heads is not None:
+        inner = parser_for(thoughts, tools, prompt_end=prompt_end, names=names, forced=forced)
+        assert not isinstance(inner, ForcedParser)
+        return ForcedParser(inner, heads, (thoughts or THOUGHTS[0]).closing)
     if tools is HARMONY or (tools is None and thoughts == HARMONY_THOUGHTS):
         return HarmonyParser(calls=tools is not None, prompt_end=prompt_end)
     prompt_end = prompt_end.rstrip()

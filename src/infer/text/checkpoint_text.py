@@ -8,7 +8,7 @@ folder and no file that another file names. `Tokenizer.from_folder` builds the t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,12 @@ class TextFiles:
     """transformers' class of the tokenizer, which clients may ask for; it has no effect here."""
     tool_parser: str | None = None
     """Name of the format of tool calls, if the operator has set one."""
+    reasoning_parser: str | None = None
+    """Name of the marks of reasoning, if the operator has set one."""
+    architecture: str | None = None
+    """Name of the model's architecture, by which its formats are known."""
+    response_template: Mapping[str, Any] = field(default_factory=dict)
+    """What tokenizer_config.json says about the parts of an answer."""
     sampling: SamplingDefaults = NO_DEFAULTS
     """What requests get where they leave out fields; set by `engine.build.checkpoint`."""
 
@@ -110,6 +116,7 @@ class _Folder:
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
         extra = list(extra.values()) if isinstance(extra, Mapping) else extra
         extra = filter(None, map(_content, extra)) if isinstance(extra, list) else ()
+        parts = config.get("response_template")
         return TextFiles(
             tokenizer_json=tokenizer_json or "",
             named_tokens=self.named_tokens(config),
@@ -118,6 +125,8 @@ class _Folder:
             extra_special_tokens=tuple(extra),
             added_tokens=self.added_tokens(config.get("added_tokens_decoder") or {}),
             tokenizer_class=_content(config.get("tokenizer_class")),
+            architecture=_content(self.json_object("config.json").get("model_type")),
+            response_template=parts if isinstance(parts, dict) else {},
         )
 
     def text(self, name: str) -> str | None:

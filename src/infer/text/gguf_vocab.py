@@ -204,6 +204,7 @@ def text_files(metadata: Mapping[str, Any], where: str) -> TextFiles:
             if key == prefix or key.startswith(f"{prefix}.")
             if isinstance(text := metadata[key], str)
         },
+        architecture=str(metadata.get("general.architecture", "")) or None,
     )
 
 

@@ -108,6 +108,8 @@ class Abilities:
     """Format in which the template renders calls; None: it renders none or in an unknown one."""
     thoughts: Thoughts | None = None
     """Marks between which the template renders reasoning; None: it renders none."""
+    thought_end: str = ""
+    """Text between reasoning and answer, as the template renders it; "": it renders none."""
     no_text: str = ""
     """Content of an answer without text and calls: "", or what the template takes instead."""
 
@@ -144,6 +146,7 @@ def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
         loop if style and takes_results else None,
         in_parts=wants_parts,
     )
+    thoughts, thought_end = _thoughts(probes, question, style, tools)
     return Abilities(
         takes_parts=takes_parts,
         wants_parts=wants_parts,
@@ -155,7 +158,8 @@ def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
         calls=style,
         takes_results=takes_results,
         format=way,
-        thoughts=_thoughts(probes, question, style, tools),
+        thoughts=thoughts,
+        thought_end=thought_end,
         no_text=_no_text(probes, question),
     )
 
@@ -246,14 +250,19 @@ def _call_style(
 
 def _thoughts(
     probes: _Probes, question: Message, style: CallStyle | None, tools: dict[str, Any]
-) -> Thoughts | None:
-    """The marks around the reasoning of an answer, or of a call, beside which more templates
-    render it."""
+) -> tuple[Thoughts | None, str]:
+    """(marks around the reasoning of an answer, or of a call, beside which more templates render
+    it; text between the reasoning and an answer)"""
     thought = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT, "reasoning": _THOUGHT}
     answers: list[Message] = [{"role": "assistant", "content": _SAID}]
     answers += [_message(style, _ID)] if style else []
-    shown = (probes.shown([question, {**answer, **thought}], tools) for answer in answers)
-    return next(filter(None, (thoughts_around(_THOUGHT, text) for text in shown)), None)
+    for answer in answers:
+        text = probes.shown([question, {**answer, **thought}], tools)
+        marks = thoughts_around(_THOUGHT, text)
+        if marks is not None:
+            between, has_said, _ = text.partition(_THOUGHT)[2].partition(_SAID)
+            return marks, between if has_said else ""
+    return None, ""
 
 
 def _no_text(probes: _Probes, question: Message) -> str:

@@ -18,12 +18,19 @@ import tokenizers
 
 from infer.errors import LoadError, RequestError
 from infer.files import reading
+from infer.text.answer_marks import marks_of_architecture, marks_of_response_template
 from infer.text.chat_template import ChatTemplate
 from infer.text.checkpoint_text import TextFiles, read_text_files
 from infer.text.control_text import ControlText, sealed_names, sealed_tokenizer
 from infer.text.detokenizer import IncrementalDetokenizer, make_detokenizer, pieces_for
 from infer.text.library_tokenizer import end_token_ids, library_tokenizer
-from infer.text.tools.tool_use import ToolUse, find_tool_use
+from infer.text.tools.formats import Thoughts, thoughts_named
+from infer.text.tools.tool_use import (
+    ARCHITECTURE,
+    RESPONSE_TEMPLATE,
+    ToolUse,
+    find_tool_use,
+)
 from infer.text.untrusted.workers import Steps, run_steps
 
 LONG_CHARS = 8192
@@ -71,12 +78,7 @@ class Tokenizer:
         self._templates = tuple(templates.values())
         self.chat_template = None if sources[0] is None else templates[sources[0]]
         self.tool_template = self.chat_template if sources[1] is None else templates[sources[1]]
-        self.tool_use: ToolUse | None = None
-        """How tools are described to the model and called; None: there is no chat template."""
-        if self.tool_template is not None:
-            self.tool_use = find_tool_use(
-                self.tool_template, files.tool_parser, {token.content for token in added.values()}
-            )
+        self._find_marks(files, {token.content for token in added.values()})
 
         # An end-of-sequence token is a control token even if the files do not mark it as special.
         control_ids = self.special_token_ids | added.keys() & set(self.eos_token_ids)
@@ -85,6 +87,23 @@ class Tokenizer:
         description = json.loads(self._parser.to_str())
         self._sealed = sealed_tokenizer(description, names)
         self._pieces = pieces_for(description["decoder"], self._spelling)
+
+    def _find_marks(self, files: TextFiles, tokens: set[str]) -> None:
+        """Find out how the model writes reasoning and calls; `tokens`: those that were added."""
+        self.tool_use: ToolUse | None = None
+        """How tools are described to the model and called; None: there is no chat template."""
+        self.thoughts: Thoughts | None = None
+        """Marks around the model's reasoning; None: it writes none."""
+        template = self.tool_template
+        if template is None:
+            return
+        known = marks_of_architecture(files.architecture)
+        described = marks_of_response_template(files.response_template)
+        others = {ARCHITECTURE: known.calls, RESPONSE_TEMPLATE: described.calls}
+        self.tool_use = find_tool_use(template, files.tool_parser, tokens, others)
+        self.thoughts = template.thoughts or known.thoughts or described.thoughts
+        if files.reasoning_parser is not None:
+            self.thoughts = thoughts_named(files.reasoning_parser)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -198,13 +217,39 @@ class Tokenizer:
         """The marks of thoughts that an answer to this prompt may have before its text, as the chat
         template has them; the opening one is empty where the prompt has written it. None: the model
         does not think, or the prompt has ended the thoughts. See `Request.thoughts`."""
-        marks = self.tool_template.thoughts if self.tool_template else None
+        marks = self.thoughts
         if marks is None:
             return None
         end = self.decode(prompt[-16:], skip_special_tokens=False).rstrip()
         if end.endswith(marks.closing):
             return None
         return ("" if marks.are_opened_by(end) else marks.opening, marks.closing)
+
+    def special_tokens(self) -> dict[str, int]:
+        """The id of each special token, by its text."""
+        return {self._spelling(i) or "": i for i in sorted(self.special_token_ids)}
+
+    def end_tokens(self) -> list[str]:
+        """The texts of the tokens that end an answer."""
+        return [text for i in self.eos_token_ids if (text := self._spelling(i))]
+
+    def thought_end(self, *, only_mark: bool = False) -> tuple[int, ...]:
+        """The tokens between reasoning and answer, as the chat template writes them; none if the
+        model does not think. `only_mark`: nothing behind the mark that ends the reasoning."""
+        marks = self.thoughts
+        if marks is None:
+            return ()
+        shown = self.tool_template.abilities.thought_end if self.tool_template else ""
+        if marks.closing not in shown:
+            shown = marks.closing + marks.begins_answer
+        if only_mark:
+            shown = shown[: shown.index(marks.closing) + len(marks.closing)]
+        # Behind a text, as some tokenizers add a space at the beginning.
+        before = self.encode(".", add_special_tokens=False)
+        ids = self.encode(f".{shown}", add_special_tokens=False, parse_special_tokens=True)
+        is_apart = ids[: len(before)] == before
+        whole = self.encode(shown, add_special_tokens=False, parse_special_tokens=True)
+        return tuple(ids[len(before) :] if is_apart else whole)
 
     def special_ids_of(self, marks: Iterable[str]) -> tuple[int, ...]:
         """The sorted ids of those `marks` that are special tokens."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_GRAMMAR_CHARS = 64 * 1024
-KINDS = ("json", "regex", "choice", "grammar")
+KINDS = ("json", "regex", "choice", "grammar", "calls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +43,9 @@ class Grammar:
     def grammar(cls, source: str) -> Grammar:
         """A context-free grammar: llguidance's dialect of Lark, or llama.cpp's GBNF."""
         return cls("grammar", source)
+
+    @classmethod
+    def calls(cls, source: str) -> Grammar:
+        """A grammar in the same dialect that `text.tools.forced_markup` has made; it may name
+        special tokens, which no grammar of a caller may."""
+        return cls("calls", source)

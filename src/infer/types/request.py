@@ -40,6 +40,8 @@ class Request:
     thoughts: tuple[str, str] | None = None
     """marks around thoughts, behind which the text of the grammar begins; an empty first one: the
     prompt has begun them"""
+    thought_end: tuple[int, ...] = ()
+    """tokens that end thoughts of `thinking_token_budget` tokens; none: nothing ends them"""
     grammar_bytes: int = 0
     """of memory that its grammar takes when it is compiled"""
     output_token_ids: tuple[int, ...] = ()
@@ -54,6 +56,11 @@ class Request:
     has_other_bits: bool = False
     """whether `output_token_ids` are of an engine with another fingerprint, so that the tokens
     behind them may be others than there"""
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether its own tokens decide which may be next: by a grammar or a budget."""
+        return self.sampling.grammar is not None or bool(self.thought_end)
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

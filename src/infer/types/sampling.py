@@ -133,6 +133,9 @@ class Sampling:
     """the same for each token of the prompt but the first; such a prompt is always computed"""
     grammar: Grammar | None = None
     """what the text must be; it ends when it is complete, whatever `ignore_eos` says"""
+    thinking_token_budget: int | None = None
+    """most tokens of an answer's reasoning, which then ends as the model itself ends it, where the
+    chat template has marks for it; None = no limit"""
     allowed_token_ids: tuple[int, ...] | None = None
     """the only token ids that are sampled; None = all"""
     bad_words: tuple[str, ...] = ()
@@ -144,6 +147,11 @@ class Sampling:
     """whether an engine that proposes tokens does so for this request; no token depends on it"""
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """names of those fields of `DEFAULTED` that a caller has chosen in a `SamplingParams`"""
+
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether what it asks for depends on where an answer's reasoning ends."""
+        return self.grammar is not None or self.thinking_token_budget is not None
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0.0, 2.0)
@@ -174,6 +182,8 @@ class Sampling:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         if self.prompt_logprobs is not None:
             _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.thinking_token_budget is not None:
+            _check_int("thinking_token_budget", self.thinking_token_budget, 0, MAX_TOKENS_CEILING)
         if not isinstance(self.prediction, str):
             raise RequestError("prediction must be a text", param="prediction")
         _check_count("prediction", len(self.prediction), MAX_PREDICTION_CHARS, "characters")
@@ -205,6 +215,7 @@ class SamplingParams(Sampling):
         stop: str | Iterable[str] = UNSET,
         stop_token_ids: Iterable[int] = (),
         grammar: Grammar | Mapping[str, str] | None = None,
+        thinking_token_budget: int | None = None,
         allowed_token_ids: Iterable[int] | None = None,
         bad_words: Iterable[str] = (),
         temperature: float = UNSET,
@@ -247,6 +258,7 @@ class SamplingParams(Sampling):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             grammar=_clean_grammar(grammar),
+            thinking_token_budget=thinking_token_budget,
             allowed_token_ids=_clean_allowed(allowed_token_ids),
             bad_words=_clean_strings("bad_words", bad_words, MAX_BAD_WORDS),
             prediction=prediction,

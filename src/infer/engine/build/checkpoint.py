@@ -133,13 +133,17 @@ def chosen_blocks(
 
 def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:
     """The text files of a checkpoint, with the operator's settings (`tool_parser`,
-    `generation_config`, `chat_template`) applied.
+    `reasoning_parser`, `generation_config`, `chat_template`) applied.
 
     Raises `ConfigError` if a file that such a setting names cannot be read.
     """
     try:
         with reading(f"the tokenizer of {checkpoint.name}"):
-            files = dataclasses.replace(checkpoint.text(), tool_parser=config.tool_parser)
+            files = dataclasses.replace(
+                checkpoint.text(),
+                tool_parser=config.tool_parser,
+                reasoning_parser=config.reasoning_parser,
+            )
             try_patterns(files.tokenizer_json)
     except LoadError:
         checkpoint.verify()

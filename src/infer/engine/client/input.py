@@ -119,6 +119,7 @@ class InputProcessor:
             bad_token_ids=checked.bad_token_ids,
             shown_token_ids=shown_token_ids,
             thoughts=thoughts,
+            thought_end=self._thought_end(sampling) if thoughts is not None else (),
             grammar_bytes=checked.grammar_bytes,
             prediction_token_ids=checked.prediction_token_ids,
         )
@@ -163,6 +164,13 @@ class InputProcessor:
         predicted = self._predicted(sampling.prediction)
         bad_words = self._spellings(sampling.bad_words)
         return CheckedSampling(sampling, bad_words, num_bytes, predicted, defaulted)
+
+    def _thought_end(self, sampling: Sampling) -> tuple[int, ...]:
+        """The tokens that end reasoning of which there is enough; none if there is no limit."""
+        if sampling.thinking_token_budget is None:
+            return ()
+        ids = self.tokenizer.thought_end(only_mark=sampling.grammar is not None)
+        return ids if max(ids, default=0) < self.limits.vocab_size else ()
 
     def _predicted(self, text: str) -> tuple[int, ...]:
         """The token ids of a prediction; a part of it that is no text is replaced."""

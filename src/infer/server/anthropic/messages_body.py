@@ -214,11 +214,15 @@ def _tool_choice(value: Any) -> Object:
 
 
 def _thinking(value: Any) -> Object:
-    """The fields of a chat for `thinking`. How much a model thinks is its own."""
+    """The fields of a chat for `thinking`."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in ("enabled", "disabled", "adaptive"):
         raise RequestError("thinking.type must be 'enabled', 'disabled' or 'adaptive'")
-    return {"thinking": {"type": kind}}
+    budget = value.get("budget_tokens") if kind == "enabled" else None
+    if budget is not None and (type(budget) is not int or budget < 0):
+        raise RequestError("thinking.budget_tokens must be an integer of at least 0")
+    given = {} if budget is None else {"thinking_token_budget": budget}
+    return {"thinking": {"type": kind}, **given}
 
 
 def _output_config(value: Any) -> Object:

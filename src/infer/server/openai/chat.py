@@ -36,6 +36,7 @@ from infer.server.openai.schema import (
     MAX_LIGHT_WORDS,
     RANGES,
     Body,
+    Budget,
     Conversation,
     GeneratingBody,
     Generation,
@@ -54,11 +55,11 @@ from infer.server.openai.to_engine import (
 from infer.server.openai.truncation import Dropped
 from infer.server.openai.typed_events import TypedEvents
 from infer.text import answer_parser
+from infer.text.answer_parser import ForcedCalls
 from infer.text.reasoning_tokens import ThoughtTokens
 from infer.text.tools.formats import ToolFormat
 from infer.text.untrusted.workers import Steps
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
-from infer.types.grammar import Grammar
 from infer.types.sampling import MAX_LOGPROBS
 
 R = TypeVar("R")
@@ -73,6 +74,7 @@ class ChatBody(Conversation, Generation):
         | {
             "max_tokens": limit(1),
             "max_completion_tokens": limit(1),
+            "thinking_token_budget": limit(0),
             "top_logprobs": {"anyOf": [{"type": "integer", **between(0, MAX_LOGPROBS)}]},
         }
     )
@@ -85,12 +87,24 @@ class ChatBody(Conversation, Generation):
     top_logprobs: Int | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
+    thinking_token_budget: Budget = None
+    """maximum number of tokens of the reasoning; then it ends, and the answer begins"""
     _dropped: Dropped = PrivateAttr(Dropped())
+    _forced: ForcedCalls | None = PrivateAttr(None)
 
     @property
     def dropped(self) -> Dropped:
         """What was left out of the prompt, once it is made."""
         return self._dropped
+
+    @property
+    def forced_answer(self) -> ForcedCalls | None:
+        """What the answer must be where a tool is forced, once it is made."""
+        return self._forced
+
+    def force(self, forced: ForcedCalls | None) -> None:
+        """Note what the answer must be."""
+        self._forced = forced
 
     def leave_out(self, dropped: Dropped) -> None:
         """Note what was left out of the prompt."""
@@ -131,6 +145,13 @@ class ChatBody(Conversation, Generation):
         """(forced tools with what is enforced of their parameters, names of what is not)"""
         return grammar_fields.enforced_tools(self.forced)
 
+    def check_strict(self) -> None:
+        """Raise `RequestError` for a tool with `strict: true` of which not all can be enforced,
+        whether it is forced or the model may choose it. The time is linear in the schemas."""
+        forced = {i for i, _ in self.forced}
+        strict = [(i, t) for i, t in self.functions if t["function"].get("strict") is True]
+        grammar_fields.enforced_tools((i, tool) for i, tool in strict if i not in forced)
+
     @property
     def num_grammar_chars(self) -> int:
         return super().num_grammar_chars + sum(len(str(tool)) for tool in self.forced_tools)
@@ -142,6 +163,17 @@ class ChatBody(Conversation, Generation):
     @property
     def is_open_ended(self) -> bool:
         return self.max_tokens is None and self.max_completion_tokens is None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_budget(cls, value: Any) -> Any:
+        """`thinking` may have the budget, in Anthropic's name for it."""
+        thinking = value.get("thinking") if isinstance(value, dict) else None
+        if not isinstance(thinking, dict) or thinking.get("type") != "enabled":
+            return value
+        if (budget := thinking.get("budget_tokens")) is None:
+            return value
+        return {"thinking_token_budget": budget, **value}
 
     @model_validator(mode="after")
     def _check_tool_choice(self) -> ChatBody:
@@ -200,7 +232,8 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> Steps[lis
         checked = yield from _checked(engine, wire, sampling)
         render = partial(engine.render_chat, **wire.template_arguments)
         ids = yield from _fitted(engine, wire, messages, sampling, render, len)
-        thoughts = None if sampling.grammar is None else engine.tokenizer.thoughts_before(ids)
+        reads = sampling.reads_thoughts
+        thoughts = engine.tokenizer.thoughts_before(ids) if reads else None
         requests = requests_of(
             engine,
             [tuple(ids)],
@@ -215,10 +248,30 @@ def chat_requests(engine: AsyncLLM, wire: ChatBody, answer_id: str) -> Steps[lis
         return list(requests)
 
 
-def _forced_grammar(way: ToolFormat, wire: ChatBody, tools: Sequence[dict[str, Any]]) -> Grammar:
+def _forced_answer(
+    engine: AsyncLLM, wire: ChatBody, tools: Sequence[dict[str, Any]] | None = None
+) -> ForcedCalls | None:
+    """The answer that must call one of the tools; default: those that the body forces. None: it
+    forces none."""
+    tokenizer, use = engine.tokenizer, engine.tokenizer.tool_use
+    if use is None or not wire.forced_tools:
+        return None
     is_one = isinstance(wire.tool_choice, dict) and "name" in wire.tool_choice
-    parallel = wire.parallel_tool_calls and not is_one
-    return answer_parser.forced_calls(way, tools, parallel=parallel)
+    return answer_parser.forced_answer(
+        use.format,
+        wire.enforced_tools[0] if tools is None else tools,
+        parallel=wire.parallel_tool_calls and not is_one,
+        special=tokenizer.special_tokens(),
+        ends=tokenizer.end_tokens(),
+        thinks=tokenizer.thoughts is not None,
+    )
+
+
+def _forced(engine: AsyncLLM, wire: ChatBody) -> ForcedCalls | None:
+    """`_forced_answer` of the body's tools, which is made once."""
+    if wire.forced_answer is None:
+        wire.force(_forced_answer(engine, wire))
+    return wire.forced_answer
 
 
 def _checked(engine: AsyncLLM, wire: ChatBody, sampling: SamplingParams) -> Steps[CheckedSampling]:
@@ -227,16 +280,16 @@ def _checked(engine: AsyncLLM, wire: ChatBody, sampling: SamplingParams) -> Step
         checked = yield from engine.check_sampling(sampling)
         return checked
     except RequestError as error:
-        way = _tool_format(engine, wire)
-        if error.param != "grammar" or way is None or not wire.forced_tools:
+        if error.param != "grammar" or not wire.forced_tools:
             raise
         # Each tool alone takes a part of what all have taken, up to the first that is refused.
         is_too_much = "cannot be compiled" in error.message or "too large" in error.message
         tools = [] if is_too_much else wire.enforced_tools[0]
         for (i, _), tool in zip(wire.forced, tools, strict=False):
-            grammar = _forced_grammar(way, wire, [tool])
+            forced = _forced_answer(engine, wire, [tool])
+            assert forced is not None
             try:
-                yield from engine.check_sampling(sampling.replace(grammar=grammar))
+                yield from engine.check_sampling(sampling.replace(grammar=forced.grammar))
             except RequestError as own:
                 place = f"tools[{i}].function.parameters"
                 message = own.message.partition(": ")[2] or own.message
@@ -302,7 +355,8 @@ def _tool_format(engine: AsyncLLM, wire: ChatBody) -> ToolFormat | None:
     use = engine.tokenizer.tool_use
     if use is None or not wire.shown_tools:
         return None
-    return answer_parser.forced_format(use.format) if wire.forced_tools else use.format
+    forced = _forced(engine, wire)
+    return use.format if forced is None else forced.format
 
 
 def tool_warning(engine: AsyncLLM, wire: ChatBody) -> str | None:
@@ -321,8 +375,7 @@ def tool_warning(engine: AsyncLLM, wire: ChatBody) -> str | None:
 
 def _parsed_token_ids(engine: AsyncLLM, wire: ChatBody) -> tuple[int, ...]:
     """The special tokens that the parser of the answer must see as text."""
-    template, way = engine.tokenizer.tool_template, _tool_format(engine, wire)
-    thoughts = template.thoughts if template else None
+    thoughts, way = engine.tokenizer.thoughts, _tool_format(engine, wire)
     marks = (*(thoughts.marks if thoughts else ()), *(way.all_marks if way else ()))
     return engine.tokenizer.special_ids_of(marks) if wire.skip_special_tokens else ()
 
@@ -346,11 +399,11 @@ def _chat_sampling(engine: AsyncLLM, wire: ChatBody) -> Iterator[SamplingParams]
         logprobs = 0
     with in_callers_names(names):
         check_stream_format(wire, logprobs)
+        wire.check_strict()
         sampling = sampling_of(engine, wire, most, logprobs)
-        way = _tool_format(engine, wire)
-        if way is not None and wire.forced_tools:
-            grammar = _forced_grammar(way, wire, wire.enforced_tools[0])
-            sampling = sampling.replace(grammar=grammar)
+        forced = _forced(engine, wire)
+        if forced is not None:
+            sampling = sampling.replace(grammar=forced.grammar)
         if logprobs is not None and not wire.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         yield sampling
@@ -364,8 +417,8 @@ class ChatReader:
 
     def __init__(self, engine: AsyncLLM, wire: ChatBody, requests: Sequence[Request]) -> None:
         """`requests`: one for each choice."""
-        template, tokenizer = engine.tokenizer.tool_template, engine.tokenizer
-        marks = template.thoughts if template else None
+        tokenizer = engine.tokenizer
+        marks = tokenizer.thoughts
         prompt_end = _prompt_end(engine, requests[0].prompt_token_ids)
         thoughts: list[ThoughtTokens] = []
         if marks is not None:
@@ -374,10 +427,15 @@ class ChatReader:
         self.usage = TokenUsage(requests, wire.n, thoughts, more=wire.dropped.usage)
         functions = [tool["function"] for tool in wire.forced_tools or wire.shown_tools]
         names = {each["name"]: each.get("parameters") or {} for each in functions}
-        tools, forced = _tool_format(engine, wire), bool(wire.forced_tools)
+        tools, forced = _tool_format(engine, wire), _forced(engine, wire)
         self._parsers = [
             answer_parser.parser_for(
-                marks, tools, prompt_end=prompt_end, names=names, forced=forced
+                marks,
+                tools,
+                prompt_end=prompt_end,
+                names=names,
+                forced=forced is not None,
+                heads=forced.heads if forced else None,
             )
             for _ in requests
         ]

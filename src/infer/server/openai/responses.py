@@ -90,11 +90,17 @@ def _text(value: Any) -> Object:
 
 
 def _reasoning(value: Any) -> Object:
-    """The fields of a chat for `reasoning`; how much of it is summarised has no meaning here."""
+    """The fields of a chat for `reasoning`; how much of it is summarised has no meaning here.
+
+    `max_tokens` is no field of OpenAI's, but the name that gateways have for a budget.
+    """
     if not isinstance(value, dict):
         raise RequestError("reasoning must be an object")
-    effort = value.get("effort")
-    return {} if effort is None else {"reasoning_effort": effort}
+    effort, budget = value.get("effort"), value.get("max_tokens")
+    if budget is not None and (type(budget) is not int or budget < 0):
+        raise RequestError("reasoning.max_tokens must be an integer of at least 0")
+    said = {"reasoning_effort": effort, "thinking_token_budget": budget}
+    return {name: given for name, given in said.items() if given is not None}
 
 
 _NO_EFFECT: ignored_fields.IgnoredValues = {

@@ -69,6 +69,12 @@ def _limit(value: Any) -> Any:
     return None if type(value) is int and value in sampling.NO_LIMIT else value
 
 
+def _budget(value: Any) -> Any:
+    """A number of tokens of reasoning; None for -1, which clients send for no limit."""
+    value = whole(value)
+    return None if type(value) is int and value == -1 else value
+
+
 def _logit_bias(value: Any) -> dict[int, float]:
     """The biases by token id; in JSON the keys are strings."""
     if not isinstance(value, dict):
@@ -225,6 +231,7 @@ Stop = Annotated[tuple[str, ...], plain(_stop, str | list[str])]
 # One error only, not one for each wrong id.
 TokenIds = Annotated[list[int], FailFast(), BeforeValidator(whole_list)]
 Limit = Annotated[int | None, BeforeValidator(_limit)]
+Budget = Annotated[int | None, BeforeValidator(_budget)]
 ToolChoice = Annotated[str | dict[str, Any], plain(_tool_choice, str | dict[str, Any])]
 Functions = Annotated[list[dict[str, Any]], plain(_functions, list[dict[str, Any]])]
 
@@ -370,6 +377,8 @@ class GeneratingBody(Body):
 
     always_streams: ClassVar[bool] = False
     """whether the answer is a stream whatever `stream` says"""
+    clamps_limit: ClassVar[bool] = True
+    """whether a `max_tokens` for which there is no room becomes what there is room for"""
     stream: bool = False
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
     """maximum time of the request in seconds; the server has a limit of its own"""

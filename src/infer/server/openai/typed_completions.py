@@ -45,6 +45,7 @@ class TypedCompletionBody(SampledBody):
 
     is_strict = True
     always_streams = True
+    clamps_limit = False
     unknown_model_status = 422
     documented = RANGES | {"max_tokens": limit(1)}
 

@@ -41,6 +41,8 @@ FREE_CPU_S, TOKENS_A_CPU_SECOND = 0.1, 1000
 second is charged"""
 RESERVED_PART = 8
 """one part in so many of an engine's queue is for keys of which nothing waits"""
+AGENT_PART = 4
+"""one part in so many of a bucket is taken before a request that may use more than all of it"""
 MAX_MINUTES = 4
 """minutes of a key's tokens that one request may use; beyond one minute the bucket goes below 0"""
 
@@ -145,11 +147,12 @@ class Tenant:
         if amount and (size := self._sizes["tokens"]):
             self._limits.change(self.key.id, "tokens", size, amount)
 
-    def fitted(self, requests: list[Request], *, is_open_ended: bool) -> list[Request]:
+    def fitted(self, requests: list[Request], *, clamps: bool) -> list[Request]:
         """The requests, if together they may use at most `MAX_MINUTES` of the key's tokens.
 
-        Otherwise raises `HttpError` (400); but with `is_open_ended` (the client has set no
-        `max_tokens`) the requests are returned with as many tokens as fit.
+        Otherwise, with `clamps`, they are returned with as many tokens as fit: agents send the same
+        large `max_tokens` with each request, and only what is used counts. Raises `HttpError` (400)
+        if that is none, or without `clamps`.
         """
         per_minute = self.key.limits.tokens_per_minute
         if per_minute is None or not requests:
@@ -159,7 +162,7 @@ class Tenant:
             return requests
         num_prompts = sum(len(request.prompt_token_ids) for request in requests)
         room = (most - num_prompts) // len(requests)
-        if not is_open_ended or room < max(1, requests[0].sampling.min_tokens):
+        if not clamps or room < max(1, requests[0].sampling.min_tokens):
             message = f"this request may use {_worst_case(requests)} tokens; this key has"
             message += f" {per_minute} a minute, and one request may use {most}: send a smaller"
             message += " max_tokens, fewer choices or a shorter prompt"
@@ -170,9 +173,17 @@ class Tenant:
     async def acquire(
         self, requests: Sequence[Request], context: RequestContext
     ) -> AsyncIterator[Grant]:
-        """Take the tokens that requests may use, at most a full bucket; raises `HttpError` (429).
-        A grant that the block leaves unused is given back."""
-        grant = Grant(self._change_tokens, min(_worst_case(requests), self._sizes["tokens"]))
+        """Take the tokens that requests may use; raises `HttpError` (429). A grant that the block
+        leaves unused is given back.
+
+        Agents let each request use more than a full bucket, and it hardly ever does. So of these
+        only the prompts are taken before, or one part in `AGENT_PART` of the bucket, if that is
+        more."""
+        size, amount = self._sizes["tokens"], _worst_case(requests)
+        if amount > size:
+            num_prompt = sum(len(request.prompt_token_ids) for request in requests)
+            amount = min(size, max(num_prompt, size // AGENT_PART))
+        grant = Grant(self._change_tokens, amount)
         if grant.amount:
             await self._take("tokens", grant.amount, context)
         try:

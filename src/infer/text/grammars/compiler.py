@@ -129,6 +129,8 @@ def _source(grammar: Grammar) -> str:
         if not (choices := json.loads(text)):
             raise ValueError("the list of choices is empty: there is nothing to choose from")
         lark = "start: " + " | ".join(json.dumps(one) for one in choices)
+    elif grammar.kind == "calls":
+        lark = text
     else:
         if "%llguidance" in text:
             raise ValueError("a grammar cannot set options (%llguidance)")
@@ -283,6 +285,11 @@ class Compiler:
         size = max(size, *(end + 1 for end in ends))
         self._trie = _trie_of(vocabulary.tokenizer_json, size, ends)
         self.cache = CompiledGrammars(self._compile, cache_bytes)
+
+    @property
+    def width(self) -> int:
+        """Number of logits of the model, V."""
+        return self._width
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
         source = _source(grammar)

@@ -35,7 +35,7 @@ def problem_of_bounds(grammar: Grammar) -> str:
     try:
         if grammar.kind == "json":
             return _problem(json.loads(grammar.text))
-        if grammar.kind == "grammar":
+        if grammar.kind in ("grammar", "calls"):
             return next(filter(None, map(_problem, embedded_schemas(grammar.text))), "")
     except (ValueError, RecursionError):
         pass  # others say what is wrong with it

@@ -40,7 +40,7 @@ def is_too_deep(grammar: Grammar) -> bool:
             return True
         except ValueError:
             return False
-    if grammar.kind == "grammar":
+    if grammar.kind in ("grammar", "calls"):
         return _grammar_depth(grammar.text) > MAX_DEPTH
     return False
 

@@ -58,6 +58,8 @@ from infer.text.tools.tagged_calls import FAMILIES, Family, NoCall, tagged_text,
 Names = Collection[str] | None
 """Names of the request's tools; None: any name is accepted. A mapping from names also has the
 schemas of the tools' parameters, by which values without a type get one."""
+MAX_FORCED_CALLS = 8
+"""Maximum number of calls in an answer that a grammar enforces."""
 _MAX_CLOSINGS = 64
 """Maximum number of closing marks inside strings of a call; a text with more is not a call."""
 
@@ -71,6 +73,12 @@ class Thoughts(NamedTuple):
     """Mark after the reasoning."""
     special: tuple[str, ...] = ()
     """Special tokens of which the marks consist, where they are none themselves."""
+    name: str = ""
+    """Name of the marks, for `--reasoning-parser`."""
+    begins_answer: str = ""
+    """Text with which the answer begins behind the closing mark."""
+    begins: bool = False
+    """Whether each answer begins with reasoning, although neither it nor its prompt opens it."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -79,7 +87,10 @@ class Thoughts(NamedTuple):
 
     def are_opened_by(self, prompt_end: str) -> bool:
         """Whether a prompt with this end has begun the reasoning."""
-        return prompt_end.rstrip().endswith(self.opening.rstrip())
+        end = prompt_end.rstrip()
+        if self.begins and not end.endswith(self.closing.rstrip()):
+            return True
+        return end.endswith(self.opening.rstrip())
 
     def are_around(self, word: str, text: str) -> bool:
         """Whether a word in a text stands between the marks."""
@@ -89,22 +100,33 @@ class Thoughts(NamedTuple):
         )
 
 
-HARMONY_THOUGHTS = Thoughts("<|channel|>analysis<|message|>", "<|end|>", harmony.MARKS)
+HARMONY_THOUGHTS = Thoughts(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    harmony.MARKS,
+    name="harmony",
+    begins_answer=f"{harmony.START}assistant{harmony.CHANNEL}final{harmony.MESSAGE}",
+)
 """The marks of harmony, whose answers have a parser of their own."""
 THOUGHTS = (
-    Thoughts("<think>", "</think>"),
-    Thoughts("[THINK]", "[/THINK]"),
-    Thoughts("<seed:think>", "</seed:think>"),
-    Thoughts("<mm:think>", "</mm:think>"),
-    Thoughts("<think:opensource>", "</think:opensource>"),
-    Thoughts("◁think▷", "◁/think▷"),
-    Thoughts("<|START_THINKING|>", "<|END_THINKING|>"),
-    Thoughts("<|inner_prefix|>", "<|inner_suffix|>"),
-    Thoughts("<|channel>thought\n", "<channel|>", ("<|channel>",)),
-    Thoughts("<|open|>think<|sep|>", "<|close|>think<|sep|>", ("<|open|>", "<|close|>", "<|sep|>")),
+    Thoughts("<think>", "</think>", name="think"),
+    Thoughts("[THINK]", "[/THINK]", name="mistral"),
+    Thoughts("<seed:think>", "</seed:think>", name="seed-oss"),
+    Thoughts("<mm:think>", "</mm:think>", name="minimax-m3"),
+    Thoughts("<think:opensource>", "</think:opensource>", name="hunyuan-v3"),
+    Thoughts("◁think▷", "◁/think▷", name="kimi-vl"),
+    Thoughts("<|START_THINKING|>", "<|END_THINKING|>", name="command-a"),
+    Thoughts("<|inner_prefix|>", "<|inner_suffix|>", name="apertus"),
+    Thoughts("<|channel>thought\n", "<channel|>", ("<|channel>",), name="gemma4"),
+    Thoughts(
+        "<|open|>think<|sep|>", "<|close|>think<|sep|>", ("<|open|>", "<|close|>", "<|sep|>"),
+        name="kimi-k3",
+    ),
     HARMONY_THOUGHTS,
-)
+)  # fmt: skip
 """All known pairs of marks around reasoning."""
+UNOPENED_THOUGHTS = Thoughts("<think>", "</think>", name="deepseek-r1", begins=True)
+"""Marks of models that begin with their reasoning without a mark; only the operator knows that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,6 +479,25 @@ GENERIC = HERMES
 def format_named(name: str) -> ToolFormat:
     """The format of this name; `KeyError` if there is none."""
     return {each.name: each for each in FORMATS}[name]
+
+
+def thoughts_named(name: str) -> Thoughts | None:
+    """The marks of this name, None for `none`; `KeyError` if there are none of it."""
+    known = {each.name: each for each in (*THOUGHTS, UNOPENED_THOUGHTS)}
+    return {"none": None, **known}[name]
+
+
+def format_between(opening: str, closing: str) -> ToolFormat:
+    """The format of calls between these marks: one of the table, or else JSON between them."""
+    known = (each for each in FORMATS if opening in each.openings)
+    if found := next((each for each in known if not closing or closing in each.all_marks), None):
+        return found
+    return ToolFormat(
+        "json-between-marks",
+        _enclosed(opening, closing, read_json) if closing else _json_behind(opening),
+        _around(opening, closing) if closing else _list_in(opening),
+        marks=(closing,) if closing else (),
+    )
 
 
 def format_that_reads(text: str, calls: Sequence[ToolCall], head: str = "") -> ToolFormat | None:

@@ -1,14 +1,16 @@
 """`ToolUse`: how one model gets tools and writes calls, and how that was determined.
 
 The operator names the format (`--tool-parser`), or the chat template renders calls in it, or the
-template has its mark. If the template renders no tools, an instruction describes them. `Tokenizer`
+template has its mark, or its architecture is known, or the checkpoint has a `response_template`
+(`text.answer_marks`). If the template renders no tools, an instruction describes them. `Tokenizer`
 has a `ToolUse`, and the server reports it to clients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from infer.text.chat_template import ChatTemplate
 from infer.text.template_probes import Abilities
@@ -21,6 +23,10 @@ from infer.text.tools.formats import (
     format_named,
     format_with_token,
 )
+
+ARCHITECTURE = "by the model's architecture"
+RESPONSE_TEMPLATE = "as response_template in tokenizer_config.json says"
+"""Sources of a format beside the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +59,25 @@ class ToolUse:
 
 
 def find_tool_use(
-    template: ChatTemplate, parser: str | None = None, tokens: Collection[str] = ()
+    template: ChatTemplate,
+    parser: str | None = None,
+    tokens: Collection[str] = (),
+    others: Mapping[str, ToolFormat | None] = MappingProxyType({}),
 ) -> ToolUse:
     """The support of tools by the model of a chat template.
 
     `parser`: the name of the format, if the operator has given it; `KeyError` if it is unknown.
-    `tokens`: the tokens that were added to the vocabulary.
+    `tokens`: the tokens that were added to the vocabulary. `others`: formats that further sources
+    name, by what they are called.
     """
     abilities = template.abilities
     shows = abilities.tools_variable is not None
     way, how = _format_of(template, abilities, parser, tokens)
+    if not how:
+        # A template that writes calls in an unknown format is none that its architecture had.
+        named = ((each, source) for source, each in others.items() if each is not None)
+        usable = (found for found in named if abilities.calls is None or found[1] != ARCHITECTURE)
+        way, how = next(usable, (way, how))
     known = ", ".join(each.name for each in FORMATS)
     if not shows:
         reason = "the chat template renders no tools, so an instruction describes them"
