@@ -32,7 +32,7 @@ NO_WINDOWS = (
 )
 COMMANDS = (
     *("serve", "generate", "chat", "plan", "doctor"),
-    *("explain", "top", "connect", "models", "bench", "keys", "cluster"),
+    *("explain", "top", "connect", "models", "bench", "keys", "config", "cluster"),
 )
 """The subcommands, in the order of `infer --help`."""
 GENERATE_MAX_TOKENS = 256
@@ -54,6 +54,7 @@ _IN_MODULES = {
     "serve": "infer.cli.serving",
     "bench": "infer.cli.bench",
     "keys": "infer.cli.api_keys",
+    "config": "infer.cli.config_command",
     "cluster": "infer.cli.cluster_file",
 }
 

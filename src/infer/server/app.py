@@ -133,14 +133,24 @@ def create_app(
     app.router.redirect_slashes = False
     paths = frozenset(api.path for api in generating)
     state: dict[str, Any] = {"served": served, "metrics": metrics, "traces": traces}
-    app.state = State({**state, "generating_paths": paths, "views": views})
+    state |= {"views": views, "apply": partial(_apply, pipeline, sessions)}
+    app.state = State({**state, "generating_paths": paths})
     return app
 
 
+def _apply(pipeline: GenerationPipeline, sessions: SessionRoutes, now: ServerSettings) -> None:
+    """Take the live settings."""
+    pipeline.apply(now)
+    sessions.set_quota(_quota(now))
+
+
 def _sessions(settings: ServerSettings, offload: Offload, *, has_leases: bool) -> SessionRoutes:
-    quota = Quota(settings.max_sessions, settings.max_session_messages, settings.max_session_bytes)
     url, limits = settings.sessions, settings.limits
-    return SessionRoutes(url, offload, quota, limits, has_leases=has_leases)
+    return SessionRoutes(url, offload, _quota(settings), limits, has_leases=has_leases)
+
+
+def _quota(settings: ServerSettings) -> Quota:
+    return Quota(settings.max_sessions, settings.max_session_messages, settings.max_session_bytes)
 
 
 def _traces(engine: AsyncLLM, settings: ServerSettings) -> RequestTraces:

@@ -139,6 +139,12 @@ class RequestViews(ABC):
         return next(pair for pair in found if pair[1] is meant)
 
 
+def check_stays(http: HttpRequest) -> None:
+    """Raise `EngineDeadError` where the server will end and wants no more requests."""
+    if connections_of(http.scope).is_leaving:
+        raise EngineDeadError("the server is shutting down")
+
+
 def metrics_response(text: bytes) -> Response:
     """Metrics as Prometheus reads them."""
     return Response(text, headers={"content-type": CONTENT_TYPE})
@@ -224,6 +230,7 @@ class OneServer(RequestViews):
         return {"status": "ok"}
 
     async def ready(self, http: HttpRequest) -> Fields:
+        check_stays(http)
         if not self._own.engine.is_ready:
             raise EngineDeadError("the engine is not ready")
         return {"status": "ready"}

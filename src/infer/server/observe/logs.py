@@ -180,8 +180,9 @@ def _takes(fd: int, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def log_on_stderr(log_format: str) -> Iterator[None]:
-    """Writes logs to stderr: those of `infer`, and warnings of the libraries it stands on.
+def log_on_stderr(log_format: str, level: str = "info") -> Iterator[None]:
+    """Writes logs to stderr: those of `infer` from `level` on, and warnings of the libraries it
+    stands on.
 
     Does nothing where the program has set up logging.
     """
@@ -195,7 +196,7 @@ def log_on_stderr(log_format: str) -> Iterator[None]:
     for each in loggers:
         each.addHandler(handler)
     logging.captureWarnings(True)
-    logger.setLevel(logging.INFO)
+    set_log_level(level)
     access.setLevel(logging.INFO if log_format == "json" else logging.WARNING)
     try:
         yield
@@ -205,6 +206,11 @@ def log_on_stderr(log_format: str) -> Iterator[None]:
             each.removeHandler(handler)
         handler.close()
         access.setLevel(logging.NOTSET)
+
+
+def set_log_level(level: str) -> None:
+    """Log what is of `level` or above, from now on; lines of requests come in any case."""
+    logging.getLogger("infer").setLevel(level.upper())
 
 
 def log_batch(model_name: str, batch: BatchTrace) -> None:

@@ -207,6 +207,12 @@ class SessionRoutes:
         url = default_url() if self._url is None else self._url
         return SessionStore(url, self._quota, self._limits)
 
+    def set_quota(self, quota: Quota) -> None:
+        """What each key may keep from now on."""
+        self._quota = quota
+        if (store := self.__dict__.get("_sessions")) is not None:
+            store.set_quota(quota)
+
     def _call_store(self, method: str, *arguments: Any) -> Any:
         """Call a method of the `SessionStore`, which the first call opens; runs in a thread."""
         with self._opening:
