@@ -24,6 +24,7 @@ from infer.server.http.cross_origin import AllowedOrigins
 from infer.server.http.error_responses import RequestBoundary, error_handlers, pass_on
 from infer.server.http.hosts import HostGuard
 from infer.server.model_endpoints import ModelEndpoints
+from infer.server.observe.key_usage import usage_file
 from infer.server.observe.logs import log_batch, log_request
 from infer.server.observe.metrics import Metrics
 from infer.server.observe.request_trace import RequestTraces
@@ -96,7 +97,7 @@ def create_app(
     generating = generating_apis(settings) if generating is None else generating
     offload = Offload(settings.limits)
     traces = _traces(engine, settings)
-    usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
+    usage = usage_file(Path(settings.api_keys)) if settings.api_keys else None
     metrics = Metrics(engine, traces, settings.metrics_prefix, usage, settings.limits)
     served = ServedEngine(engine, traces, metrics, EngineViewers(engine, traces))
     sessions = _sessions(settings, offload, has_leases=fronts is not None)

@@ -8,6 +8,7 @@ is what the index and the OpenAPI document say of it. docs/events.md describes t
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from infer.errors import EngineDeadError
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
-from infer.server.observe.metrics import CONTENT_TYPE, Metrics, text_of
+from infer.server.observe.metrics import CONTENT_TYPE, Metrics, snapshot_of
 from infer.server.observe.request_trace import (
     RequestTrace,
     RequestTraces,
@@ -123,7 +124,8 @@ class RequestViews(ABC):
     async def metrics(self, http: HttpRequest) -> Response:
         """For Prometheus."""
         found = [each.metrics for each in self.served(http).values()]
-        return metrics_response(text_of(found, connections_of(http.scope)))
+        render = snapshot_of(found, connections_of(http.scope))
+        return metrics_response(await asyncio.to_thread(render))
 
     @takes(refuses=(404,))
     @abstractmethod

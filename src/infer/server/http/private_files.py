@@ -71,3 +71,11 @@ def warn_if_shared(path: Path, mode: int | None = None) -> None:
         shown = f"{mode & 0o777:04o}"
         text = "%s can be read or written by others than its owner (mode %s): chmod 600 it"
         log.warning(text, path, shown)
+
+
+def state_folder() -> Path:
+    """The user's folder for what a server keeps; makes it."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    folder = Path(state) / "infer"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from infer.log_fields import LOG_FIELDS
 from infer.readiness import WRITABLE, is_ready
+from infer.server.http.connections import PROBE_PATHS
 from infer.threads import BackgroundThread
 
 if TYPE_CHECKING:
@@ -220,8 +221,9 @@ def log_batch(model_name: str, batch: BatchTrace) -> None:
 
 
 def log_request(context: RequestContext) -> None:
-    """Log one line about a request that was answered or whose client has left."""
-    if not access.isEnabledFor(logging.INFO):
+    """Log one line about a request that was answered or whose client has left; health probes,
+    which come all the time, have none."""
+    if not access.isEnabledFor(logging.INFO) or context.path in PROBE_PATHS:
         return
     fields = {
         "request_id": context.id,
