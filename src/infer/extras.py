@@ -12,7 +12,11 @@ import json
 from typing import Any
 
 
-def to_install(extra: str, name: str = "infer") -> str:
+DISTRIBUTION = "infer-serve"
+"""name of the distribution, as in pyproject.toml; the import name and the command are `infer`"""
+
+
+def to_install(extra: str, name: str = DISTRIBUTION) -> str:
     """The command for one of the extras in pyproject.toml. `name`: of the distribution."""
     try:
         found = importlib.metadata.distribution(name)

@@ -52,13 +52,14 @@ class Reload:
         if self._certificate.context is not None:
             self._start(False)
 
-    def begin(self) -> None:
-        """Read everything again."""
-        self._start(True)
+    def begin(self) -> asyncio.Task[None]:
+        """Read everything again; returns what is done when that is."""
+        return self._start(True)
 
-    def _start(self, everything: bool) -> None:
+    def _start(self, everything: bool) -> asyncio.Task[None]:
         if self._task is None or self._task.done() or everything:
             self._task = asyncio.ensure_future(self._run(self._task, everything))
+        return self._task
 
     async def _run(self, before: asyncio.Task[None] | None, everything: bool) -> None:
         if before is not None:

@@ -53,8 +53,10 @@ from infer.server.observe.logs import log_on_stderr, log_request
 from infer.server.observe.spans import check_packages
 from infer.server.probe_server import ProbeServer
 from infer.server.reload import ReadAgain, Reload
+from infer.server.request_views import RequestViews
 from infer.server.route_table import unknown_model_statuses
 from infer.server.served_models import names_of
+from infer.server.service_manager import ServiceManager
 from infer.server.sessions import NO_SESSIONS
 from infer.server.sessions.store import SessionStore
 from infer.server.settings import ServerSettings
@@ -134,9 +136,8 @@ class Server(uvicorn.Server):
         self._sock, self._early = sock, early
         self._reload = Reload(settings, Certificate(settings), app.state.apply, read_again)
         self._hangup = hangup or Hangup()
-        probing = early and early.metrics
-        views = app.state.views
-        self._probes = probing and ProbeServer(probing.sock, views, settings, places)
+        self._manager = ServiceManager()
+        self._probes = _probes_of(early, app.state.views, settings, places)
         self._announce = announce
         self._port_closes_s: float | None = None
         """when newcomers are served no longer, on the monotonic clock; None: not known, or past"""
@@ -185,6 +186,7 @@ class Server(uvicorn.Server):
             if isinstance(engine, ModelRouter):
                 names, more = engine.announcement
             self._announce(f"infer serves {names} at {url} (Ctrl+C to stop){more}")
+        self._manager.ready(f"serves at {url}")
 
     async def _take(self, begun: list[socket.socket]) -> None:
         """Serve connections that have been accepted before, as if they were accepted now."""
@@ -217,6 +219,7 @@ class Server(uvicorn.Server):
         if self._quiet_s > _COLLECT_S:
             self._quiet_s = 0.0
             gc.collect()
+        self._manager.tick()
         if counter % _TICKS_BETWEEN_LOOKS == 0:
             self._reload.look()
         now_s = time.monotonic()
@@ -231,6 +234,7 @@ class Server(uvicorn.Server):
 
     def _leave(self) -> None:
         """Begin to end: at once, or once proxies have seen that the server is not ready."""
+        self._manager.stopping()
         delay_s = self.settings.drain_delay_s
         if not delay_s:
             self._drain()
@@ -257,6 +261,10 @@ class Server(uvicorn.Server):
             sock.setblocking(False)
         await self._take(waiting)
         self._places.close_idle()
+
+    def _read_again(self) -> None:
+        self._manager.reloading()
+        self._reload.begin().add_done_callback(lambda _: self._manager.say("READY=1"))
 
     def _drain(self) -> None:
         self._engine.drain()
@@ -297,7 +305,7 @@ class Server(uvicorn.Server):
                 return
             if not self._hangup.is_end():
                 if self._loop is not None:
-                    self._loop.call_soon_threadsafe(self._reload.begin)
+                    self._loop.call_soon_threadsafe(self._read_again)
                 return
         if self._loop is None or self._is_ending:
             self.force_exit = self._hurry.is_set()
@@ -306,6 +314,18 @@ class Server(uvicorn.Server):
                 self._loop.call_soon_threadsafe(self._hurry.set)
         else:
             self._leave()
+
+
+def _probes_of(
+    early: EarlyListener | None,
+    views: RequestViews,
+    settings: ServerSettings,
+    places: Connections,
+) -> ProbeServer | None:
+    """What takes over the port for health and metrics, if there is one."""
+    if early is None or early.metrics is None:
+        return None
+    return ProbeServer(early.metrics.sock, views, settings, places)
 
 
 def _app_of(
