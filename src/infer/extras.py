@@ -11,7 +11,6 @@ import importlib.metadata
 import json
 from typing import Any
 
-
 DISTRIBUTION = "infer-serve"
 """name of the distribution, as in pyproject.toml; the import name and the command are `infer`"""
 

@@ -65,6 +65,7 @@ def test_a_served_model_behind_tls_that_is_scraped(tmp_path: Path) -> None:
     shutil.copy(DEPLOY / "prometheus/alerts.yaml", tmp_path)
     storage = tmp_path / "prometheus"
     at = f"127.0.0.1:{ports['prometheus']}"
+    options = [f"--storage.tsdb.path={storage}", f"--web.listen-address={at}"]
     env = {**ENV, "INFER_CONFIG": str(config), "NOTIFY_SOCKET": str(tmp_path / "notify")}
     started: list[subprocess.Popen[bytes]] = []
     with (
@@ -77,9 +78,8 @@ def test_a_served_model_behind_tls_that_is_scraped(tmp_path: Path) -> None:
             for command in (
                 [*INFER, "serve"],
                 [programs["haproxy"], "-db", "-f", str(proxy)],
-                [programs["prometheus"], f"--config.file={scraper}", f"--storage.tsdb.path={storage}",
-                 f"--web.listen-address={at}"],
-            ):  # fmt: skip
+                [programs["prometheus"], f"--config.file={scraper}", *options],
+            ):
                 started.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
             assert told.recv(4096).startswith(b"READY=1")
             url = f"https://127.0.0.1:{ports['tls']}"

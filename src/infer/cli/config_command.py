@@ -6,12 +6,10 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from infer.cli.configuration import Configuration, as_json, schema
 from infer.cli.options import ListedOptions, Model
-from infer.cli.plain import plain
+from infer.cli.plain import visible
 from infer.cli.serving import ConfigFile, Models, flags_of, server_options
 
 app = typer.Typer(
@@ -39,12 +37,14 @@ def show(
     if as_json_text:
         print(as_json(rows))
         return
-    table = Table("setting", "value", "from", box=None, padding=(0, 2, 0, 0))
+    lines = [("setting", "value", "from")]
     for row in rows:
         value = row["value"]
         text = value if isinstance(value, str) else json.dumps(value)
-        table.add_row(*map(plain, (row["name"], "-" if value is None else text, row["from"])))
-    Console(highlight=False, markup=False, soft_wrap=True).print(table)
+        lines.append((row["name"], "-" if value is None else visible(text), visible(row["from"])))
+    widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
+    for name, text, origin in lines:  # as long as they are: nothing is cut
+        print(f"{name:{widths[0]}}  {text:{widths[1]}}  {origin}")
 
 
 @app.command("schema")
