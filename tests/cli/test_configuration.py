@@ -237,6 +237,37 @@ def test_secrets_are_not_shown_and_not_in_flags(
         assert "hush" not in str(done.exception)
 
 
+@pytest.mark.parametrize(
+    "command", [["explain", "x"], ["top", "--once"], ["connect", "qwen"], ["bench", "serve"]]
+)
+def test_a_key_is_in_no_command_line(
+    command: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes from a file, or from a variable."""
+    url = (
+        "--base-url=http://127.0.0.1:9/v1" if command[0] == "bench" else "--url=http://127.0.0.1:9"
+    )
+    where = ["http://127.0.0.1:9"] if command[0] == "top" else [url]
+
+    def problem(*options: str, **env: str) -> str:
+        done = CliRunner().invoke(app, [*command, *where, *options], env=env)
+        return f"{done.exception} {done.output}"
+
+    refused = problem("--api-key", "sk-hush")
+    assert "_API_KEY, or a file as @FILE" in refused
+    assert "hush" not in refused
+    assert "is no file with a key" in problem("--api-key", f"@{tmp_path / 'none'}")
+    file = tmp_path / "key"
+    file.write_text("sk-hush\n", encoding="utf-8")
+    file.chmod(0o600)
+    for found in (problem("--api-key", f"@{file}"), problem(INFER_API_KEY="sk-hush")):
+        assert "api_key" not in found  # it has gone on, and nobody answers there
+    assert not caplog.records
+    file.chmod(0o644)
+    problem("--api-key", f"@{file}")
+    assert "by others than its owner (mode 0644)" in caplog.text
+
+
 def test_a_file_without_secrets_may_be_read_by_everybody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -103,7 +103,7 @@ def _json(views: RequestViews, answer: Callable[..., Any], offload: Offload) -> 
         fields = await getattr(views, answer.__name__)(http)
         if isinstance(fields, Response):
             return fields
-        num_bytes = _BYTES_AN_ENTRY * len(fields.get("data", ()))
+        num_bytes = _BYTES_AN_ENTRY * len(fields.get("data", fields.get("keys", ())))
         return await offload.render(http, num_bytes, json_response, fields)
 
     return endpoint
