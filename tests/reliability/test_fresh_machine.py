@@ -40,9 +40,9 @@ def test_the_commands_are_few_and_their_files_exist() -> None:
 
 
 def test_a_served_model_behind_tls_that_is_scraped(tmp_path: Path) -> None:
-    programs = {name: shutil.which(name) for name in ("haproxy", "prometheus")}
-    if None in programs.values():
-        pytest.skip(f"not installed: {[name for name, path in programs.items() if path is None]}")
+    programs = {name: shutil.which(name) or "" for name in ("haproxy", "prometheus")}
+    if not all(programs.values()):
+        pytest.skip(f"not installed: {[name for name, path in programs.items() if not path]}")
     ports = {name: free_port() for name in ("http", "metrics", "tls", "prometheus")}
     keys = tmp_path / "keys.json"
     settings = (DEPLOY / "systemd/infer.toml").read_text(encoding="utf-8")
