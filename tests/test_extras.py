@@ -14,7 +14,7 @@ import pytest
 
 from infer.config import EngineConfig
 from infer.errors import ConfigError
-from infer.extras import to_install
+from infer.extras import DISTRIBUTION, to_install
 from infer.server.serve import serve_config
 from infer.server.settings import ServerSettings
 
@@ -99,11 +99,11 @@ class Installed(importlib.metadata.Distribution):
         ({"url": "file:///here", "dir_info": {}}, "pip install -e '.[cluster]'"),
         (
             {"url": "file:///w/infer-1.whl", "archive_info": {}},
-            "pip install 'infer[cluster] @ file:///w/infer-1.whl'",
+            "pip install 'infer-serve[cluster] @ file:///w/infer-1.whl'",
         ),
         (
             {"url": "https://a.org/b.git", "vcs_info": {"vcs": "git", "commit_id": "12ab"}},
-            "pip install 'infer[cluster] @ git+https://a.org/b.git@12ab'",
+            "pip install 'infer-serve[cluster] @ git+https://a.org/b.git@12ab'",
         ),
         ({}, "pip install 'ray[serve]<3,>=2.60'"),
         ("no JSON", "pip install 'ray[serve]<3,>=2.60'"),
@@ -116,6 +116,16 @@ def test_the_command_belongs_to_how_it_was_installed(
     monkeypatch.setattr(importlib.metadata, "distribution", lambda name: Installed(origin))
     assert to_install("cluster").startswith(command)
     assert not BY_NAME.search(to_install("cluster"))
+
+
+def test_the_build_and_the_program_have_one_name() -> None:
+    """It is in two places, because a build cannot read it; no other place in the source has it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == DISTRIBUTION != "infer"
+    assert project["scripts"] == {"infer": "infer.cli.entry:main"}
+    for file in (ROOT / "src").rglob("*.py"):
+        if file.name != "extras.py":
+            assert DISTRIBUTION not in file.read_text(encoding="utf-8"), file
 
 
 @pytest.mark.parametrize("extra", EXTRAS)

@@ -100,7 +100,9 @@ def files_of_package(built: Path) -> set[str]:
 @pytest.mark.slow
 def test_a_wheel_for_every_python_on_this_platform(built: Path) -> None:
     machine = sysconfig.get_platform().removeprefix("linux-")
-    assert fnmatch.fnmatch(wheel_of(built).name, f"infer-*-py3-none-manylinux_2_*_{machine}.whl")
+    assert fnmatch.fnmatch(
+        wheel_of(built).name, f"infer_serve-*-py3-none-manylinux_2_*_{machine}.whl"
+    )
 
 
 @pytest.mark.slow

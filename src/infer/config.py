@@ -9,11 +9,14 @@ would be right. `SchedulerConfig` is the resolved part that the scheduler needs;
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
+import json
 import operator
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from typing import (
@@ -73,9 +76,10 @@ SHIPPED_NAME = "infer-demo"
 """name under which the model that ships is served"""
 
 
-def option(default: Any, help: str) -> Any:
-    """A field of a settings class, with the help text of its command-line option."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *, secret: str = "", is_live: bool = False) -> Any:
+    """A field of a settings class, with the help text of its command-line option. `secret`,
+    `is_live`: see `Setting`."""
+    return field(default=default, metadata={"help": help, "secret": secret, "is_live": is_live})
 
 
 def at_least(low: float) -> Meta:
@@ -118,6 +122,33 @@ class Setting(NamedTuple):
     """The smallest allowed number; None where there is no limit."""
     high: float | None
     """The largest allowed number; None where there is no limit."""
+    secret: str
+    """A pattern whose first group is what nobody may see of a value; empty where all is shown."""
+    is_live: bool
+    """Whether a running server can take a new value (SIGHUP)."""
+
+    def from_text(self, text: str) -> Any:
+        """The value that a text means, as on a command line or in a variable; raises
+        `ConfigError`."""
+        if self.kind is str:
+            return text
+        if self.kind is bool:
+            if text.lower() not in _WORDS:
+                raise ConfigError(self.name, f"must be true or false, not {text!r:.80}")
+            return _WORDS[text.lower()]
+        try:
+            return self.kind(text)
+        except ValueError:
+            raise ConfigError(self.name, self.problem(text)) from None
+
+    def shown(self, value: Any) -> Any:
+        """The value for everybody's eyes: without its secret, JSON as the mapping that it is."""
+        if self.takes_mapping and isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return json.loads(value)
+        if not self.secret or not isinstance(value, str):
+            return value
+        return re.sub(self.secret, lambda found: found[0].replace(found[1], "***"), value)
 
     def problem(self, value: Any) -> str:
         """The message for a value that is not allowed: what would be right, and what was given."""
@@ -145,6 +176,11 @@ class Setting(NamedTuple):
         return f"must be a finite number, at most {self.high:g}, not {given}"
 
 
+_WORDS = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+"""words of texts that mean a truth value"""
 _HIGHEST = (None, MAX_COUNT, MAX_SECONDS, MAX_SEED)
 """limits that are no property of a setting"""
 _KINDS: dict[type[inspect.Type], type[bool | int | float | str]] = {
@@ -184,6 +220,8 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
                 takes_mapping=annotation != annotations[spec.name],
                 low=getattr(kind, "ge", None),
                 high=getattr(kind, "le", None),
+                secret=spec.metadata["secret"],
+                is_live=spec.metadata["is_live"],
             )
         )
     return tuple(found)
@@ -271,6 +309,14 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 f" prompt_lookup_max ({config.prompt_lookup_max})",
             )
         return config
+
+
+def unknown_setting(name: str, known: Iterable[str]) -> ConfigError:
+    """The error for a name that is no setting, with the one that was meant if it can be told."""
+    known = list(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    return ConfigError(name, f"there is no such setting; {hint}")
 
 
 def own_function(field_name: str, value: str) -> Callable[..., Any]:
@@ -535,9 +581,7 @@ class EngineConfig:
         known = [spec.name for spec in dataclasses.fields(cls)]
         for name in kwargs:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                raise ConfigError(name, f"there is no such setting; {hint}")
+                raise unknown_setting(name, known)
         given: dict[str, Any] = {
             name: dict(it) if isinstance(it, Mapping) else it for name, it in kwargs.items()
         }

@@ -11,8 +11,11 @@ import importlib.metadata
 import json
 from typing import Any
 
+DISTRIBUTION = "infer-serve"
+"""name of the distribution, as in pyproject.toml; the import name and the command are `infer`"""
 
-def to_install(extra: str, name: str = "infer") -> str:
+
+def to_install(extra: str, name: str = DISTRIBUTION) -> str:
     """The command for one of the extras in pyproject.toml. `name`: of the distribution."""
     try:
         found = importlib.metadata.distribution(name)

@@ -3,6 +3,9 @@
 A terminal sends Ctrl+C (INT) and its own end (HUP) to all processes that were started in it, those
 that a server has started included. The server lets its requests finish first, and needs these
 processes until then; it ends them itself. They end with it in any case.
+
+HUP means two things: the terminal is gone, or somebody asks for files to be read again. The system
+takes the terminal away before it sends HUP for that, so a process can tell: `Hangup`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,47 @@ ENDING = tuple(
 _OF_USERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 
 
+def has_terminal() -> bool:
+    """Whether this process has a controlling terminal."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+class Hangup:
+    """Tells a HUP that a closed terminal sends from one that asks for files to be read again."""
+
+    def __init__(self) -> None:
+        self._had_terminal = has_terminal()
+
+    def is_end(self) -> bool:
+        """Whether a HUP that has come now means that the terminal is gone."""
+        return self._had_terminal and not has_terminal()
+
+    @contextlib.contextmanager
+    def ignored_meanwhile(self) -> Iterator[Hangup]:
+        """Until the end of the block, while a server starts and has nothing to read again, HUP does
+        nothing unless the terminal is gone. Does nothing where HUP is ignored, and outside of the
+        main thread."""
+        number = getattr(signal, "SIGHUP", None)
+        is_main = threading.current_thread() is threading.main_thread()
+        if number is None or not is_main or signal.getsignal(number) is not signal.SIG_DFL:
+            yield self
+            return
+        signal.signal(number, self._end_if_gone)
+        try:
+            yield self
+        finally:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _end_if_gone(self, number: int, _frame: object) -> None:
+        if self.is_end():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
 def leave_signals_to_parent() -> None:
     """Ignore the signals that are meant for the process that has started this one."""
     for number in (*ENDING, *_OF_USERS):
@@ -30,16 +74,17 @@ def leave_signals_to_parent() -> None:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Have the signals of `ENDING` end the process in the block at once; for a server that loads.
+    """Have Ctrl+C and SIGTERM end the process in the block at once; for a server that loads.
 
     Python's own handler of Ctrl+C raises `KeyboardInterrupt` wherever the main thread is. Inside an
     import, a lock or a callback that breaks something off half-way, or is said and forgotten, and
     the load goes on. The first process of a container gets no signal that has no handler. Does
-    nothing for signals that are ignored, and outside of the main thread.
+    nothing for signals that are ignored, and outside of the main thread. For HUP see `Hangup`.
     """
     is_main = threading.current_thread() is threading.main_thread()
     usual = (signal.SIG_DFL, signal.default_int_handler)
-    numbers = [each for each in ENDING if is_main and signal.getsignal(each) in usual]
+    ends = (signal.SIGINT, signal.SIGTERM)
+    numbers = [each for each in ends if is_main and signal.getsignal(each) in usual]
     handler = signal.SIG_DFL if os.getpid() != 1 else _leave
     before = {number: signal.signal(number, handler) for number in numbers}
     try:

@@ -39,7 +39,10 @@ NEEDED = {
     ("keys", "create"): ["name", "--file", "/nonexistent/keys.json"],
 }
 """what a command must be given besides"""
-GROUPS = {"serve": "serving", "bench": "bench", "keys": "api_keys", "cluster": "cluster_file"}
+GROUPS = {
+    **{"serve": "serving", "bench": "bench", "keys": "api_keys", "cluster": "cluster_file"},
+    "config": "config_command",
+}
 CLASSES: tuple[Any, ...] = (
     *(EngineConfig, ServerSettings, ClusterSettings, KeyLimits, BenchOptions),
 )
@@ -151,6 +154,9 @@ def test_the_highest_numbers_of_a_server_serve(tmp_path: Path) -> None:
             asked = Request(url, body, {"content-type": "application/json"})
             with urlopen(asked, timeout=60) as answer:
                 assert answer.status == 200
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):  # it waits out `drain_delay_s`
+                process.wait(1)
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         finally:

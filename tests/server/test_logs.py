@@ -112,7 +112,7 @@ def test_lines_of_requests_have_the_clients_address(caplog: pytest.LogCaptureFix
     caplog.set_level(logging.INFO, "infer")
     with (
         live(make_hash_llm()) as url,
-        urllib.request.urlopen(f"{url}/health", timeout=5) as response,
+        urllib.request.urlopen(f"{url}/v1/models", timeout=5) as response,
     ):
         response.read()
     (line,) = [r for r in caplog.records if r.getMessage() == "request"]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import functools
 import os
+import pty
 import re
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import textwrap
 import threading
 import time
@@ -251,6 +255,16 @@ def test_files_are_looked_at_before_the_model_is_loaded(
         assert "sessions: the database cannot be used" in capsys.readouterr().err
 
 
+CLOSED_TERMINAL = -1
+"""in place of a signal"""
+
+
+def lead_session(terminal: int) -> None:
+    """In a new process: be what a terminal runs."""
+    os.setsid()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+
 SCRIPT = textwrap.dedent(
     """
     import sys
@@ -269,22 +283,28 @@ SCRIPT = textwrap.dedent(
         pytest.param("10", [signal.SIGINT], 30, b"data: [DONE]", marks=pytest.mark.slow),
         ("0.2", [signal.SIGTERM], 400, b"shutting down"),
         ("600", [signal.SIGTERM, signal.SIGTERM], 400, b"shutting down"),
-        ("10", [signal.SIGHUP], 30, b"data: [DONE]"),
-        ("10", [signal.SIGHUP] * 3, 60, b"data: [DONE]"),
-        ("600", [signal.SIGHUP, signal.SIGTERM], 400, b"shutting down"),
+        ("10", [signal.SIGHUP] * 2 + [signal.SIGTERM], 60, b"data: [DONE]"),
+        ("10", [CLOSED_TERMINAL], 30, b"data: [DONE]"),
+        ("10", [CLOSED_TERMINAL, signal.SIGHUP, signal.SIGHUP], 60, b"data: [DONE]"),
+        ("600", [CLOSED_TERMINAL, signal.SIGTERM], 400, b"shutting down"),
         ("10", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM], 60, b"data: [DONE]"),
     ],
 )
 def test_signals(drain_s: str, signals: list[int], num_tokens: int, last: bytes) -> None:
-    """Running requests may finish or get an error; the exit code is 0."""
+    """Running requests may finish or get an error; the exit code is 0. HUP ends a server only where
+    its terminal is gone."""
+    terminal, inside = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, drain_s],
         env=ENV,
+        stdin=inside,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         encoding="utf-8",
+        preexec_fn=functools.partial(lead_session, inside),
     )
+    os.close(inside)
     with process:
         try:
             assert process.stdout is not None
@@ -302,7 +322,10 @@ def test_signals(drain_s: str, signals: list[int], num_tokens: int, last: bytes)
                 )
                 received += sock.recv(100)
                 for number in signals:
-                    process.send_signal(number)
+                    if number == CLOSED_TERMINAL:
+                        os.close(terminal)  # the system sends HUP
+                    else:
+                        process.send_signal(number)
                     time.sleep(0.15)
                 while piece := sock.recv(65536):
                     received += piece
@@ -314,6 +337,8 @@ def test_signals(drain_s: str, signals: list[int], num_tokens: int, last: bytes)
             assert ("(most recent call first)" in said) is (signal.SIGUSR1 in signals)
         finally:
             process.kill()
+            if CLOSED_TERMINAL not in signals:
+                os.close(terminal)
 
 
 def test_stacks_are_written_while_other_threads_work(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from infer.cli.configuration import refuse_secrets, variable_of
 from infer.cli.options import ListedOptions, with_options
 from infer.cli.plain import plain
 from infer.readable_text import readable
@@ -53,16 +54,24 @@ def revoke(name: Name, file: File = DEFAULT) -> None:
 
 @app.command()
 def purge(
+    context: typer.Context,
     file: File = DEFAULT,
     sessions: Annotated[
         str | None,
-        typer.Option(help="Database URL of the sessions, as infer serve is given it."),
+        typer.Option(
+            help="Database URL of the sessions, as infer serve is given it; one with a password as"
+            " INFER_SESSIONS.",
+            envvar=variable_of("sessions"),
+        ),
     ] = None,
 ) -> None:
     """Delete the sessions of keys that are no longer in the file; nobody can reach them."""
     from infer.server.sessions.routes import default_url
     from infer.server.sessions.store import SessionStore
 
+    source = context.get_parameter_source("sessions")
+    if source is not None and source.name == "COMMANDLINE":
+        refuse_secrets({"sessions": sessions})
     keys = Keys(file).all()
     store = SessionStore(sessions or default_url())
     try:

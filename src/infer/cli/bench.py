@@ -21,7 +21,7 @@ from rich.table import Table
 
 from infer.bench.measure import BenchOptions, measure
 from infer.bench.workloads import WORKLOADS
-from infer.cli.options import ListedOptions, with_engine_options, with_options
+from infer.cli.options import ListedOptions, key_from, with_engine_options, with_options
 from infer.config import EngineConfig
 from infer.errors import ConfigError
 
@@ -106,7 +106,13 @@ def serve(
         str | None, typer.Option(help="The model's name there; default: the first in its list.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")
+        str | None,
+        typer.Option(
+            envvar="OPENAI_API_KEY",
+            help="File with a key that is sent as a bearer token, as @FILE.",
+            callback=key_from,
+            metavar="@FILE",
+        ),
     ] = None,
     prompts: Annotated[
         str, typer.Option(help="ids, text, or auto = ids where the server takes them.")

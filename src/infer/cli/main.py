@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from infer.cli.options import ListedOptions, Model, with_engine_options
+from infer.cli.options import ListedOptions, Model, key_from, with_engine_options
 from infer.cli.plain import plain, visible, write_any_text
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, MAX_REPLICAS, EngineConfig
 from infer.errors import ConfigError, InferError
@@ -33,7 +33,8 @@ NO_WINDOWS = (
 )
 COMMANDS = (
     *("serve", "generate", "chat", "run", "plan", "doctor"),
-    *("explain", "top", "connect", "models", "pull", "list", "rm", "bench", "keys", "cluster"),
+    *("explain", "top", "connect", "models", "pull", "list", "rm", "bench", "keys", "config"),
+    "cluster",
 )
 """The subcommands, in the order of `infer --help`."""
 GENERATE_MAX_TOKENS = 256
@@ -49,12 +50,21 @@ TopP = Annotated[
 ]
 LOCAL_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 Url = Annotated[str, typer.Option(help="Where the server is.")]
-ApiKey = Annotated[str | None, typer.Option(help="A key of the server.", envvar="INFER_API_KEY")]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        help="A file with a key of the server, as @FILE.",
+        envvar="INFER_API_KEY",
+        callback=key_from,
+        metavar="@FILE",
+    ),
+]
 OneModel = Annotated[str | None, typer.Option(help="Which of several models; default: the first.")]
 _IN_MODULES = {
     "serve": "infer.cli.serving",
     "bench": "infer.cli.bench",
     "keys": "infer.cli.api_keys",
+    "config": "infer.cli.config_command",
     "cluster": "infer.cli.cluster_file",
 }
 

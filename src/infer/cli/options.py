@@ -10,14 +10,39 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from infer.config import EngineConfig, Setting, settings_of
+from infer.errors import ConfigError
+from infer.files import MAX_CONFIG_BYTES, read_text
+from infer.server.http.private_files import warn_if_shared
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+
+
+def key_from(
+    context: typer.Context, parameter: typer.CallbackParam, value: str | None
+) -> str | None:
+    """The key that an option gives: that of a variable, or what is in the file of `@FILE`. Raises
+    `ConfigError` for a key itself, which everybody could read in the list of processes."""
+    source = context.get_parameter_source(parameter.name or "")
+    if not value or source is None or source.name != "COMMANDLINE":
+        return value
+    if not value.startswith("@"):
+        message = "everybody on this machine can read a key in --api-key: give it as"
+        raise ConfigError("api_key", f"{message} {parameter.envvar}, or a file as @FILE")
+    path = Path(value[1:]).expanduser()
+    try:
+        text = read_text(path, MAX_CONFIG_BYTES).strip()
+    except (OSError, UnicodeDecodeError):
+        raise ConfigError("api_key", f"{value[1:]!r} is no file with a key") from None
+    warn_if_shared(path)
+    return text
+
 
 Model = Annotated[
     str | None,

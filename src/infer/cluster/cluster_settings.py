@@ -7,7 +7,6 @@ them. Values may be strings, as on a command line.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from infer.config import (
     check_fields,
     option,
     settings_of,
+    unknown_setting,
 )
 from infer.errors import ConfigError
 from infer.server.sessions import NO_SESSIONS
@@ -37,6 +37,9 @@ NOT_IN_A_CLUSTER = {
     "load_on_first_use": "each model is an application of its own",
     "idle_unload_s": "each model is an application of its own",
     "log_format": "Ray decides about logs",
+    "log_level": "Ray decides about logs",
+    "drain_delay_s": "Ray Serve takes a front from its proxies before it ends it",
+    "metrics_port": "the fronts answer /metrics where Ray Serve listens",
 }
 """settings of the server that have no meaning here, and why"""
 
@@ -109,10 +112,7 @@ class AllSettings:
             # The first that knows it: some settings of the cluster replace those of the server.
             place = next((i for i, names in enumerate(specs) if key in names), None)
             if place is None:
-                known = [name for names in specs for name in names]
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-                raise ConfigError(key, f"there is no such setting; {hint}")
+                raise unknown_setting(key, [name for names in specs for name in names])
             found[place][key] = _value(specs[place][key], value)
         cluster, engine, server = found
         if str(cluster.get("fronts", 1)) != "1":
@@ -176,14 +176,4 @@ def _value(spec: Setting, value: Any) -> Any:
         return dict(value)
     if not isinstance(value, str):
         return str(value) if spec.kind is str and value is not None else value
-    if spec.kind is str:
-        return value
-    if spec.kind is bool:
-        words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-        if value.lower() not in words:
-            raise ConfigError(spec.name, f"must be true or false, not {value!r}")
-        return words[value.lower()]
-    try:
-        return spec.kind(value)
-    except ValueError:
-        raise ConfigError(spec.name, spec.problem(value)) from None
+    return spec.from_text(value)

@@ -6,6 +6,7 @@ The standard library only, besides settings, so that a start has it before it im
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import ipaddress
 import logging
@@ -13,17 +14,22 @@ import os
 import socket
 import ssl
 import stat
+import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from socket import AF_INET, AF_INET6
 
 from infer.config import DEFAULT_HOST, DEFAULT_PORT
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
+from infer.server.http.private_files import warn_if_shared
 from infer.server.settings import ServerSettings
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 log = logging.getLogger("infer.server")
 
+_SO_ATTACH_FILTER = 26
 MAX_WAITING_CONNECTIONS = 2048
 """The most connections that the system has opened and the server has not accepted yet."""
 
@@ -86,6 +92,27 @@ def listen(sock: socket.socket) -> None:
         sock.listen()
     except OSError as error:
         raise cannot_listen(sock, error) from None
+
+
+def take_no_more(sock: socket.socket) -> bool:
+    """Have the system drop requests for new connections at a socket that listens, on Linux; whether
+    it does. Those that are being opened still are.
+
+    A client asks again after a second and finds the port closed. Closing it at once would cut off
+    connections that the system has opened and nobody has accepted.
+    """
+    if not sys.platform.startswith("linux") or sock.family not in (AF_INET, AF_INET6):
+        return False
+    # Classic BPF over the TCP header: a byte of flags; SYN set: keep nothing, else everything.
+    code = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
+    program = b"".join(struct.pack("=HBBI", *line) for line in code)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    try:
+        whole = struct.pack("HL", len(code), ctypes.addressof(buffer))
+        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, whole)
+    except OSError:
+        return False
+    return True
 
 
 def cannot_listen(sock: socket.socket, error: OSError) -> ConfigError:
@@ -174,6 +201,7 @@ def check_certificate(settings: ServerSettings) -> ssl.SSLContext | None:
         if "MISMATCH" in str(reason):
             message += "; the key is another certificate's"
         raise ConfigError("ssl_certfile", message) from None
+    warn_if_shared(Path(settings.ssl_keyfile or settings.ssl_certfile).expanduser())
     return context
 
 

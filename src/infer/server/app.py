@@ -25,6 +25,7 @@ from infer.server.http.error_responses import RequestBoundary, error_handlers, p
 from infer.server.http.hosts import HostGuard
 from infer.server.kept_answers import KeptAnswers
 from infer.server.model_endpoints import ModelEndpoints
+from infer.server.observe.key_usage import usage_file
 from infer.server.observe.logs import log_batch, log_request
 from infer.server.observe.metrics import Metrics
 from infer.server.observe.request_trace import RequestTraces
@@ -98,7 +99,7 @@ def create_app(
     generating = generating_apis(settings) if generating is None else generating
     offload = Offload(settings.limits)
     traces = _traces(engine, settings)
-    usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
+    usage = usage_file(Path(settings.api_keys)) if settings.api_keys else None
     metrics = Metrics(engine, traces, settings.metrics_prefix, usage, settings.limits)
     kept = KeptAnswers(settings.keep_answers_s, settings.limits)
     served = ServedEngine(engine, traces, metrics, EngineViewers(engine, traces), kept)
@@ -137,15 +138,26 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    state = {"served": served, "metrics": metrics, "traces": traces, "views": views}
-    app.state = State({**state, "generating_paths": frozenset(api.path for api in generating)})
+    paths = frozenset(api.path for api in generating)
+    state: dict[str, Any] = {"served": served, "metrics": metrics, "traces": traces}
+    state |= {"views": views, "apply": partial(_apply, pipeline, sessions)}
+    app.state = State({**state, "generating_paths": paths})
     return app
 
 
+def _apply(pipeline: GenerationPipeline, sessions: SessionRoutes, now: ServerSettings) -> None:
+    """Take the live settings."""
+    pipeline.apply(now)
+    sessions.set_quota(_quota(now))
+
+
 def _sessions(settings: ServerSettings, offload: Offload, *, has_leases: bool) -> SessionRoutes:
-    quota = Quota(settings.max_sessions, settings.max_session_messages, settings.max_session_bytes)
     url, limits = settings.sessions, settings.limits
-    return SessionRoutes(url, offload, quota, limits, has_leases=has_leases)
+    return SessionRoutes(url, offload, _quota(settings), limits, has_leases=has_leases)
+
+
+def _quota(settings: ServerSettings) -> Quota:
+    return Quota(settings.max_sessions, settings.max_session_messages, settings.max_session_bytes)
 
 
 def _traces(engine: AsyncLLM, settings: ServerSettings) -> RequestTraces:

@@ -26,8 +26,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 
-from infer.errors import EngineDeadError, OverloadedError, RequestError
-from infer.server.address import check_certificate, check_reach, listen, place
+from infer.errors import ConfigError, EngineDeadError, OverloadedError, RequestError
+from infer.server.address import bind, check_certificate, check_reach, listen, place
 from infer.server.http.anthropic_errors import is_anthropic, reformed_body
 from infer.server.http.connections import (
     PROBE_PATHS,
@@ -276,12 +276,16 @@ class EarlyListener:
         settings: ServerSettings,
         models: Sequence[str],
         context: ssl.SSLContext | None = None,
+        answers: EarlyAnswers | None = None,
+        metrics: EarlyListener | None = None,
     ) -> None:
         """`sock` listens, and belongs to the caller; `models`: names of what is being loaded;
-        `context`: for TLS."""
+        `context`: for TLS. `answers`: default: those of these settings and models. `metrics`: that
+        of the port for health and metrics, if there is one."""
         self.sock = sock
         """where the server will listen"""
-        self.answers = EarlyAnswers(settings, models)
+        self.metrics = metrics
+        self.answers = answers or EarlyAnswers(settings, models)
         self._context = context
         self._limits = limits = settings.limits
         most = ConnectionLimits(limits.max_connections, limits.probe_connections)
@@ -426,7 +430,34 @@ def listening(
         if not settings.uds:
             check_reach(host, sock, settings)
         listen(sock)
-        listener = EarlyListener(sock, settings, models, context)
+        answers, metrics = EarlyAnswers(settings, models), None
+        with contextlib.ExitStack() as held:
+            if settings.metrics_port is not None:
+                metrics = held.enter_context(_listening_for_probes(settings, host, answers))
+            listener = EarlyListener(sock, settings, models, context, answers, metrics)
+            listener.start()
+            try:
+                yield listener
+            finally:
+                listener.stop()
+
+
+@contextlib.contextmanager
+def _listening_for_probes(
+    settings: ServerSettings, host: str, answers: EarlyAnswers
+) -> Iterator[EarlyListener]:
+    """Answer at the port for health and metrics."""
+    assert settings.metrics_port is not None
+    try:
+        place_of_probes = bind(host, settings.metrics_port, settings.write_stall_s, settings.limits)
+    except ConfigError as error:
+        if error.field != "port":
+            raise
+        problem = str(error).removeprefix("port: ").replace("--port", "--metrics-port")
+        raise ConfigError("metrics_port", problem) from None
+    with place_of_probes as sock:
+        listen(sock)
+        listener = EarlyListener(sock, settings, (), answers=answers)
         listener.start()
         try:
             yield listener

@@ -27,7 +27,7 @@ from infer.server.http.connections import connections_of
 from infer.server.http.context import bare_id
 from infer.server.http.error_responses import HttpError
 from infer.server.kept_answers import KeptPiece, Reader
-from infer.server.observe.metrics import text_of
+from infer.server.observe.metrics import snapshot_of
 from infer.server.observe.request_trace import (
     RequestNotFoundError,
     cancel_answer,
@@ -136,7 +136,7 @@ class FrontEndpoints:
         if asked.kind == "stats":
             return FrontAnswer(True, self._metrics.stats())
         if asked.kind == "metrics":
-            return FrontAnswer(True, text=text_of([self._metrics]).decode())
+            return FrontAnswer(True, text=snapshot_of([self._metrics])().decode())
         if asked.kind == "requests":
             traces = islice(self._traces.all(asked.visible_to), MAX_LISTED_OF_FRONT)
             return FrontAnswer(True, list(map(summary, traces)))
@@ -275,7 +275,8 @@ class FrontQueries(OneServer):
 
     async def metrics(self, http: HttpRequest) -> Response:
         """The metrics of all fronts: each sample has the label `front`."""
-        own = text_of([self._own.metrics], connections_of(http.scope))
+        render = snapshot_of([self._own.metrics], connections_of(http.scope))
+        own = await asyncio.to_thread(render)
         answers, missing = await self._ask(FrontQuestion("metrics"))
         texts = {name: answer.text for name, answer in answers.items()}
         texts[self._fronts.name] = own.decode()
@@ -283,7 +284,8 @@ class FrontQueries(OneServer):
         up = [f"# HELP {name} whether a front answers", f"# TYPE {name} gauge"]
         up += [f'{name}{{front="{each}"}} 1.0' for each in sorted(texts)]
         up += [f'{name}{{front="{each}"}} 0.0' for each in missing]
-        return metrics_response(("\n".join([*_labelled(texts), *up]) + "\n").encode())
+        lines = await asyncio.to_thread(lambda: [*_labelled(texts), *up])
+        return metrics_response(("\n".join(lines) + "\n").encode())
 
 
 def _silent(front: str) -> HttpError:

@@ -43,7 +43,7 @@ REFUSES = (429, 499, 504)
 """statuses of errors that every endpoint that generates has"""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class GenerationPipeline:
     """What all generating requests of a server work with."""
 
@@ -56,6 +56,10 @@ class GenerationPipeline:
     responses: StoredResponses
     kept: KeptAnswers
     settings: ServerSettings
+
+    def apply(self, settings: ServerSettings) -> None:
+        """Take the live settings, for the requests that come from now on."""
+        self.settings = settings
 
     def route(self, api: GeneratingApi[B]) -> Route:
         """The route of an endpoint that generates."""

@@ -35,11 +35,13 @@ from infer.server.offload import PARSED, Offload
 from infer.server.request_views import (
     RequestViews,
     ServedEngine,
+    check_stays,
     model_fields,
     model_list,
     model_of,
 )
 from infer.server.route_table import routes_of
+from infer.server.settings import ServerSettings
 from infer.server.viewers import EngineViewers
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
@@ -124,6 +126,8 @@ class ModelRouter(RequestViews):
         never. `unknown_model_statuses` are the statuses of requests for an unknown model, by path;
         404 where a path is not named."""
         self._models = {name: _Model(name, launch) for name, launch in launches.items()}
+        self._settings: ServerSettings | None = None
+        """those that `apply` was given last"""
         self._make_app = make_app
         self._idle_unload_s = idle_unload_s
         self._loader = _Loader()
@@ -176,6 +180,13 @@ class ModelRouter(RequestViews):
     def engines(self) -> list[AsyncLLM]:
         """The engines that are loaded."""
         return [model.engine for model in self._models.values() if model.engine is not None]
+
+    def apply(self, settings: ServerSettings) -> None:
+        """Take the live settings, for the models that are loaded later too."""
+        self._settings = settings
+        for model in self._models.values():
+            if model.app is not None:
+                model.app.state.apply(settings)
 
     # ---- loading and unloading
 
@@ -238,6 +249,8 @@ class ModelRouter(RequestViews):
         await engine.start()
         if self._draining:
             await engine.close()
+        if self._settings is not None:
+            app.state.apply(self._settings)
         model.engine, model.app = engine, app
         model.reason = ""
 
@@ -288,12 +301,14 @@ class ModelRouter(RequestViews):
     ) -> Starlette:
         """The ASGI app over all models, with `layers` around it. `overload_status`: see
         `http.error_responses.describe`."""
-        return Starlette(
+        app = Starlette(
             routes=[*routes_of(self, self._pool), Mount("/", self._pass_on)],
             exception_handlers=error_handlers(overload_status),
             middleware=layers,
             lifespan=self._lifespan,
         )
+        app.state.views, app.state.apply = self, self.apply
+        return app
 
     def seen(self, context: RequestContext) -> None:
         """Count an HTTP request that has ended.
@@ -367,6 +382,7 @@ class ModelRouter(RequestViews):
     async def ready(self, http: Request) -> dict[str, Any]:
         """Ready as long as any model can answer: one that crashed must not keep requests from the
         others. /v1/models has the state of each model."""
+        check_stays(http)
         statuses = {model.name: model.status for model in self._models.values()}
         if self._draining or not {"loaded", "unloaded"} & set(statuses.values()):
             raise EngineDeadError("no model is ready")

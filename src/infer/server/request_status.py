@@ -68,7 +68,7 @@ def status_of(trace: RequestTrace, engine: AsyncLLM) -> RequestStatus | None:
 def _has_lost_its_engine(choice: ChoiceTrace, engine: AsyncLLM) -> bool:
     if not engine.engine_client.is_ready:
         return True
-    ready, member = engine.ready_members(), choice.state.member
+    ready, member = engine.ready_replicas(), choice.state.replica
     return bool(ready and member) and member not in ready
 
 

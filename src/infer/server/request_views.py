@@ -8,6 +8,7 @@ is what the index and the OpenAPI document say of it. docs/events.md describes t
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
 from infer.server.kept_answers import NUMBER, KeptAnswers, Reader, number_of
-from infer.server.observe.metrics import CONTENT_TYPE, Metrics, text_of
+from infer.server.observe.metrics import CONTENT_TYPE, Metrics, snapshot_of
 from infer.server.observe.request_trace import (
     RequestNotFoundError,
     RequestTrace,
@@ -156,7 +157,8 @@ class RequestViews(ABC):
     async def metrics(self, http: HttpRequest) -> Response:
         """For Prometheus."""
         found = [each.metrics for each in self.served(http).values()]
-        return metrics_response(text_of(found, connections_of(http.scope)))
+        render = snapshot_of(found, connections_of(http.scope))
+        return metrics_response(await asyncio.to_thread(render))
 
     @takes(refuses=(404,))
     @abstractmethod
@@ -175,6 +177,12 @@ class RequestViews(ABC):
 def _head_of_stream() -> Response:
     """The answer to HEAD where GET gets a stream."""
     return Response(headers={name.decode(): it.decode() for name, it in STREAM_HEADERS})
+
+
+def check_stays(http: HttpRequest) -> None:
+    """Raise `EngineDeadError` where the server will end and wants no more requests."""
+    if connections_of(http.scope).is_leaving:
+        raise EngineDeadError("the server is shutting down")
 
 
 def metrics_response(text: bytes) -> Response:
@@ -245,6 +253,7 @@ class OneServer(RequestViews):
         return {"status": "ok"}
 
     async def ready(self, http: HttpRequest) -> Fields:
+        check_stays(http)
         if not self._own.engine.is_ready:
             raise EngineDeadError("the engine is not ready")
         return {"status": "ready"}

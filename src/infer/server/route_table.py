@@ -7,7 +7,7 @@ or of a class of endpoints, which has a `Response`. An app has the rows of those
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import wraps
 from typing import Any
 
@@ -39,6 +39,7 @@ class _ResponseName(StringConvertor):
 
 register_url_convertor("response", _ResponseName())
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
+Row = tuple[str, str, Callable[..., Awaitable[Any]]]
 
 EVENTS_PATH = "/v1/engine/events"
 COMPARISONS_PATH = "/v1/engine/comparisons"
@@ -54,7 +55,7 @@ GENERATING: tuple[GeneratingApi[Any], ...] = (
 )
 """the endpoints that generate"""
 
-ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
+ROUTES: tuple[Row, ...] = (
     ("POST", "/v1/chat/completions/render", ModelEndpoints.render),
     ("POST", "/v1/responses/input_tokens", ModelEndpoints.input_tokens),
     ("POST", "/v1/messages/count_tokens", ModelEndpoints.count_tokens),
@@ -89,11 +90,17 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("GET", "/", ModelEndpoints.index),
 )
 
+PROBE_PATHS = ("/health", "/health/live", "/health/ready", "/metrics")
+PROBE_ROUTES = tuple(row for row in ROUTES if row[1] in PROBE_PATHS)
+"""the rows of a port for probes and scrapes"""
 
-def routes_of(views: RequestViews, offload: Offload, *endpoints: object) -> list[Route]:
-    """The rows of `ROUTES` that these objects answer; long answers are written by `offload`."""
+
+def routes_of(
+    views: RequestViews, offload: Offload, *endpoints: object, rows: Sequence[Row] = ROUTES
+) -> list[Route]:
+    """The rows that these objects answer; long answers are written by `offload`."""
     found = []
-    for method, path, answer in ROUTES:
+    for method, path, answer in rows:
         name = answer.__name__
         if getattr(RequestViews, name, None) is answer:
             found.append(Route(path, _json(views, answer, offload), methods=[method]))
@@ -111,7 +118,7 @@ def _json(views: RequestViews, answer: Callable[..., Any], offload: Offload) -> 
         fields = await getattr(views, answer.__name__)(http)
         if isinstance(fields, Response):
             return fields
-        num_bytes = _BYTES_AN_ENTRY * len(fields.get("data", ()))
+        num_bytes = _BYTES_AN_ENTRY * len(fields.get("data", fields.get("keys", ())))
         return await offload.render(http, num_bytes, json_response, fields)
 
     return endpoint

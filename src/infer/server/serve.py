@@ -2,12 +2,14 @@
 
 The address is bound before anything is imported or loaded, so that a port in use is known at once
 and not after minutes; an `EarlyListener` answers there until the server does. At SIGINT, SIGTERM or
-SIGHUP running requests may finish, and new ones are refused (503). The port and the engine are
-closed when nothing runs any more, after `drain_timeout_s`, or at a second signal; that ends every
-remaining stream with a typed error. A third signal waits for nothing. A terminal that is closed may
-send SIGHUP several times, so only the first one counts; a server that was started with `nohup`
-ignores it. SIGUSR1 writes the stacks of all threads to stderr, SIGUSR2 does nothing; log rotation
-tools send them.
+the end of its terminal, running requests may finish, and new ones are refused (503). With
+`drain_delay_s` the server is first said to be not ready, and serves newcomers for so long; then it
+closes its port. The engine is closed when nothing runs any more, after `drain_timeout_s`, or at a
+second signal; that ends every remaining stream with a typed error. A third signal waits for
+nothing. A terminal that is closed may send SIGHUP several times, so only the first one counts. Any
+other SIGHUP has files read again (`Reload`); a server that was started with `nohup` ignores it.
+SIGUSR1 writes the stacks of all threads to stderr, SIGUSR2 does nothing; log rotation tools send
+them.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from types import FrameType
 from typing import Any, cast
 
 import uvicorn
+from starlette.applications import Starlette
 
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
@@ -38,8 +41,9 @@ from infer.engine.loop import freeze_heap
 from infer.errors import ConfigError
 from infer.replicas.launch import FleetSettings, Loads, standing_by
 from infer.replicas.spawned import EarlyProcess
-from infer.server.address import cannot_listen, url_of
+from infer.server.address import cannot_listen, take_no_more, url_of
 from infer.server.app import create_app, layers
+from infer.server.certificate import LOOK_S, Certificate
 from infer.server.early_listener import EarlyListener, listening
 from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
@@ -47,19 +51,29 @@ from infer.server.http.tls_connection import accept_tls
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import log_on_stderr, log_request
 from infer.server.observe.spans import check_packages
+from infer.server.probe_server import ProbeServer
+from infer.server.reload import ReadAgain, Reload
+from infer.server.request_views import RequestViews
 from infer.server.route_table import unknown_model_statuses
 from infer.server.served_models import names_of
+from infer.server.service_manager import ServiceManager
 from infer.server.sessions import NO_SESSIONS
 from infer.server.sessions.store import SessionStore
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Keys
 from infer.server.turn_away import TurnAway
 from infer.server.ui.page import Page
-from infer.signals import ENDING, answer_users, open_standard_streams
+from infer.signals import ENDING, Hangup, answer_users, open_standard_streams
 
 log = logging.getLogger("infer.server")
 
 KEEP_ALIVE_S = 75
+LAST_REQUESTS_S = 1.0
+"""the seconds for which a server stays whose port is closed, for connections that came just then"""
+_OPENING_S = 0.25
+"""the seconds that connections have to be opened which were asked for before the port closes"""
+_TICKS_BETWEEN_LOOKS = int(LOOK_S / 0.1)
+"""of `Server.on_tick`"""
 _LAST_WORDS_S = 5
 """The seconds between the end of the engine and that of uvicorn, in which streams send their
 error."""
@@ -83,22 +97,16 @@ class Server(uvicorn.Server):
         announce: Callable[[str], None] | None = None,
         page: Page | None = None,
         early: EarlyListener | None = None,
+        read_again: ReadAgain | None = None,
+        hangup: Hangup | None = None,
     ) -> None:
-        """`early`: answers at `sock` until the server does."""
+        """`early`: answers at `sock` until the server does. `read_again`: the settings as they are
+        given now. `hangup`: tells what a HUP means, since the start."""
         settings = settings or ServerSettings()
         self._limits = most = settings.limits
         limits = connection_limits(ConnectionLimits(most.max_connections, most.probe_connections))
         self._places = places = Connections(limits)
-        turn_away: TurnAway | None = None
-        if isinstance(engine, ModelRouter):
-            outer = layers(settings, (engine.seen,), page=page)
-            app = engine.make_app(outer, settings.status_when_full)
-        else:
-            app = create_app(engine, settings, page=page)
-            if settings.api_keys is None:
-                on_end = (app.state.metrics.seen, log_request)
-                paths, status = app.state.generating_paths, settings.status_when_full
-                turn_away = TurnAway(engine, paths, on_end, status)
+        app, turn_away = _app_of(engine, settings, page)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -126,14 +134,24 @@ class Server(uvicorn.Server):
         )
         self._engine = engine
         self._sock, self._early = sock, early
-        self._drain_timeout_s = settings.drain_timeout_s
+        self._reload = Reload(settings, Certificate(settings), app.state.apply, read_again)
+        self._hangup = hangup or Hangup()
+        self._manager = ServiceManager()
+        self._probes = _probes_of(early, app.state.views, settings, places)
         self._announce = announce
+        self._port_closes_s: float | None = None
+        """when newcomers are served no longer, on the monotonic clock; None: not known, or past"""
+        self._stays_until_s = 0.0
         self._drain_ends_s: float | None = None
         self._quiet_s = 0.0
-        """The time since the last full garbage collection, in seconds; it counts less the more
-        connections there are."""
+        """since the last full garbage collection; less the more connections there are"""
         self._hurry = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def settings(self) -> ServerSettings:
+        """As they are now; HUP may change some."""
+        return self._reload.settings
 
     def serve_until_stopped(self) -> None:
         """Serve; returns after a signal, or when `should_exit` is set."""
@@ -144,14 +162,18 @@ class Server(uvicorn.Server):
         url = url_of(self._sock, is_tls=self.config.is_ssl)
         if self.config.ssl is not None:  # asyncio would count no connection before its handshake
             make: Any = self.config.http_protocol_class
-            rest = (self.config.ssl, self._places, self._limits)
+            rest = (self._reload.context, self._places, self._limits)
             accept = functools.partial(accept_tls, make, *rest)
             self.config.http_protocol_class = accept  # type: ignore[assignment]
             self.config.ssl = None
-        begun = self._early.hand_over() if self._early is not None else []
+        early = self._early
+        begun = early.hand_over() if early is not None else []
+        probing = early.metrics.hand_over() if early is not None and early.metrics else []
         try:
             await super().startup(sockets)
             await self._take(begun)
+            if self._probes is not None:
+                await self._probes.start(probing)
         except OSError as error:
             await self.lifespan.shutdown()
             raise cannot_listen(self._sock, error) from None
@@ -164,6 +186,7 @@ class Server(uvicorn.Server):
             if isinstance(engine, ModelRouter):
                 names, more = engine.announcement
             self._announce(f"infer serves {names} at {url} (Ctrl+C to stop){more}")
+        self._manager.ready(f"serves at {url}")
 
     async def _take(self, begun: list[socket.socket]) -> None:
         """Serve connections that have been accepted before, as if they were accepted now."""
@@ -186,6 +209,8 @@ class Server(uvicorn.Server):
         finally:
             ending.cancel()
             await asyncio.gather(ending, return_exceptions=True)
+            if self._probes is not None:
+                await self._probes.close()
 
     async def on_tick(self, counter: int) -> bool:
         if await super().on_tick(counter):
@@ -194,13 +219,61 @@ class Server(uvicorn.Server):
         if self._quiet_s > _COLLECT_S:
             self._quiet_s = 0.0
             gc.collect()
-        if self._drain_ends_s is None:
+        self._manager.tick()
+        if counter % _TICKS_BETWEEN_LOOKS == 0:
+            self._reload.look()
+        now_s = time.monotonic()
+        if self._port_closes_s is not None and now_s >= self._port_closes_s:
+            self._port_closes_s = None
+            await self._close_port()
+            self._stays_until_s = now_s + LAST_REQUESTS_S
+            self._drain_ends_s = now_s + self.settings.drain_timeout_s
+        if self._drain_ends_s is None or now_s < self._stays_until_s:
             return False
-        return self._engine.num_open == 0 or time.monotonic() >= self._drain_ends_s
+        return self._engine.num_open == 0 or now_s >= self._drain_ends_s
+
+    def _leave(self) -> None:
+        """Begin to end: at once, or once proxies have seen that the server is not ready."""
+        self._manager.stopping()
+        delay_s = self.settings.drain_delay_s
+        if not delay_s:
+            self._drain()
+            return
+        log.info(
+            "the server ends: it is not ready any more, and serves newcomers for %g s", delay_s
+        )
+        self._places.leave()
+        self._port_closes_s = time.monotonic() + delay_s
+
+    async def _close_port(self) -> None:
+        """Serve what has come to the port, and close it; kept connections without a request too."""
+        if take_no_more(self._sock):
+            await asyncio.sleep(_OPENING_S)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._sock.fileno())
+        waiting = []
+        with contextlib.suppress(OSError):  # nobody waits any more
+            while True:
+                waiting.append(self._sock.accept()[0])
+        for server in self.servers:
+            server.close()
+        for sock in waiting:
+            sock.setblocking(False)
+        await self._take(waiting)
+        self._places.close_idle()
+
+    def _read_again(self) -> None:
+        self._manager.reloading()
+        self._reload.begin().add_done_callback(lambda _: self._manager.say("READY=1"))
 
     def _drain(self) -> None:
         self._engine.drain()
-        self._drain_ends_s = time.monotonic() + self._drain_timeout_s
+        self._port_closes_s = None
+        self._drain_ends_s = time.monotonic() + self.settings.drain_timeout_s
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._drain_ends_s is not None or self._port_closes_s is not None
 
     async def _end_what_still_runs(self) -> None:
         if self._drain_ends_s is None:
@@ -227,16 +300,47 @@ class Server(uvicorn.Server):
                 signal.signal(number, former)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        is_hangup = sig == getattr(signal, "SIGHUP", None)
-        if is_hangup and self._drain_ends_s is not None:
-            return
-        if self._loop is None or self._drain_ends_s is not None:
+        if sig == getattr(signal, "SIGHUP", None):
+            if self._is_ending:
+                return
+            if not self._hangup.is_end():
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(self._read_again)
+                return
+        if self._loop is None or self._is_ending:
             self.force_exit = self._hurry.is_set()
             self.should_exit = True
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._hurry.set)
         else:
-            self._drain()
+            self._leave()
+
+
+def _probes_of(
+    early: EarlyListener | None,
+    views: RequestViews,
+    settings: ServerSettings,
+    places: Connections,
+) -> ProbeServer | None:
+    """What takes over the port for health and metrics, if there is one."""
+    if early is None or early.metrics is None:
+        return None
+    return ProbeServer(early.metrics.sock, views, settings, places)
+
+
+def _app_of(
+    engine: AsyncLLM | ModelRouter, settings: ServerSettings, page: Page | None
+) -> tuple[Starlette, TurnAway | None]:
+    """The app over an engine or several, and what refuses requests by their headers."""
+    if isinstance(engine, ModelRouter):
+        outer = layers(settings, (engine.seen,), page=page)
+        return engine.make_app(outer, settings.status_when_full), None
+    app = create_app(engine, settings, page=page)
+    if settings.api_keys is not None:
+        return app, None
+    on_end = (app.state.metrics.seen, log_request)
+    paths, status = app.state.generating_paths, settings.status_when_full
+    return app, TurnAway(engine, paths, on_end, status)
 
 
 def _announce(text: str) -> None:
@@ -261,20 +365,22 @@ def serve_config(
     in_thread: bool = False,
     early: EarlyProcess | None = None,
     listener: EarlyListener | None = None,
+    read_again: ReadAgain | None = None,
+    hangup: Hangup | None = None,
 ) -> None:
     """Bind the address, start the engine and serve. Raises `LoadError` where one of them fails.
 
     A mapping of names to configs makes an engine for each; see `ModelRouter`. With `in_thread` the
     engine runs in this process, which ends with it; that is for comparisons. `early`: the process
     of the first engine, where it has been started before. `listener`: what answers at the address
-    until the server does, where that has been started before.
+    until the server does, where that has been started before. `read_again`, `hangup`: see `Server`.
     """
     _check_combination(
         settings, has_names=not isinstance(config, EngineConfig), in_thread=in_thread
     )
     open_standard_streams()
     with contextlib.ExitStack() as held:
-        held.enter_context(log_on_stderr(settings.log_format))
+        held.enter_context(log_on_stderr(settings.log_format, settings.log_level))
         if listener is None:
             listener = held.enter_context(listening(settings, host, port, names_of(config)))
         _check_stores(settings)
@@ -302,7 +408,7 @@ def serve_config(
             engine = launch(_with_seed(config))
         else:
             engine = _router(config, launch, settings, loads, listener)
-        run(engine, listener.sock, settings, listener, page)
+        run(engine, listener.sock, settings, listener, page, read_again, hangup)
 
 
 def _router(
@@ -367,14 +473,25 @@ def run(
     settings: ServerSettings | None = None,
     early: EarlyListener | None = None,
     page: Page | None = None,
+    read_again: ReadAgain | None = None,
+    hangup: Hangup | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, at the address that `bind` or `unix_socket` has bound; see
-    `Server`. `page`: the settings' page, where it has been read before."""
+    `Server`, also for the rest. `page`: the settings' page, where it has been read before."""
     sys.setswitchinterval(0.001)  # the seconds that the event loop waits for a parsing thread
     with sock:
         if page is None and settings is not None and settings.ui:
             page = Page()
-        server = Server(engine, sock, settings, announce=_announce, page=page, early=early)
+        server = Server(
+            engine,
+            sock,
+            settings,
+            announce=_announce,
+            page=page,
+            early=early,
+            read_again=read_again,
+            hangup=hangup,
+        )
         freeze_heap()
         gc.set_threshold(700, 10, _MAX_COLLECTIONS)  # `on_tick` does the full collections
         server.serve_until_stopped()

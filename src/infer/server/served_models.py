@@ -11,7 +11,9 @@ from infer.config import SHIPPED_NAME, EngineConfig
 from infer.errors import ConfigError
 from infer.readable_text import readable
 
-_NAMED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}=.+")
+MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+"""a pattern of the names that models may be given"""
+_NAMED = re.compile(f"{MODEL_NAME}=.+")
 
 
 def configs_of(

@@ -11,9 +11,34 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from infer.config import MAX_REPLICAS, NonNegativeInt, at_least, check_fields, option
+from infer.config import (
+    DEFAULT_HOST,
+    DEFAULT_PORT,
+    MAX_REPLICAS,
+    NonNegativeInt,
+    at_least,
+    check_fields,
+    option,
+)
 from infer.errors import ConfigError
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
+
+MAX_PORT = 65535
+PASSWORD_OF_URL = r"://[^/@\s]*?:([^/@\s]+)@"
+"""the password in a URL such as that of a database"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListenAddress:
+    """Where a server listens; the constructor raises `ConfigError`."""
+
+    host: str = option(DEFAULT_HOST, "Address to listen on.")
+    port: Annotated[int, Meta(ge=0, le=MAX_PORT)] = option(
+        DEFAULT_PORT, "Port to listen on; 0 = any free port."
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +46,19 @@ class ServerSettings:
     """See the module's docstring."""
 
     drain_timeout_s: Annotated[float, at_least(0)] = option(
-        30.0, "At SIGTERM: seconds that running requests have to finish."
+        30.0, "At SIGTERM: seconds that running requests have to finish.", is_live=True
+    )
+    drain_delay_s: Annotated[float, at_least(0)] = option(
+        0.0,
+        "At SIGTERM: seconds for which new requests are still served while /health/ready is 503, so"
+        " that proxies leave; then the port closes. 0 = new requests are refused at once.",
+        is_live=True,
     )
     write_stall_s: Annotated[float, at_least(0.01)] = option(
         30.0, "Seconds after which a client that reads nothing is cancelled."
     )
     request_timeout_s: Annotated[float, at_least(0.001)] = option(
-        600.0, "Seconds after which a request is ended."
+        600.0, "Seconds after which a request is ended.", is_live=True
     )
     hang_s: Annotated[float, at_least(1)] = option(
         120.0, "Seconds after which a step of the engine counts as hanging."
@@ -76,7 +107,12 @@ class ServerSettings:
         None, "With several models: seconds after which an unused one is unloaded."
     )
     keep_alive_s: Annotated[float, at_least(0)] = option(
-        15.0, "Seconds after which a silent stream is sent a comment; 0 = never."
+        15.0, "Seconds after which a silent stream is sent a comment; 0 = never.", is_live=True
+    )
+    metrics_port: Annotated[int, Meta(ge=0, le=MAX_PORT)] | None = option(
+        None,
+        "Port on which /metrics and /health are answered without a key, and nothing else; its"
+        " address is that of --host.",
     )
     keep_answers_s: Annotated[float, at_least(0)] = option(
         300.0,
@@ -88,6 +124,9 @@ class ServerSettings:
     )
     log_format: Literal["text", "json"] = option(
         "text", "json = one line of JSON for each event and each request."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = option(
+        "info", "Least level of the lines of the log.", is_live=True
     )
     tracing: bool = option(
         False, "Send a span for each request to where OTEL_EXPORTER_OTLP_* say (extra: otel)."
@@ -112,14 +151,16 @@ class ServerSettings:
     )
     sessions: str | None = option(
         None,
-        "Database URL of the sessions, or off; default: a SQLite file in the user's state folder.",
+        "Database URL of the sessions, or off; default: a SQLite file in the user's state folder."
+        " One with a password is for the file of --config or INFER_SESSIONS.",
+        secret=PASSWORD_OF_URL,
     )
-    max_sessions: NonNegativeInt = option(1000, "Most sessions of a key.")
+    max_sessions: NonNegativeInt = option(1000, "Most sessions of a key.", is_live=True)
     max_session_messages: NonNegativeInt = option(
-        100_000, "Most messages in all sessions of a key together."
+        100_000, "Most messages in all sessions of a key together.", is_live=True
     )
     max_session_bytes: NonNegativeInt = option(
-        64 * 1024 * 1024, "Most bytes in all sessions of a key together."
+        64 * 1024 * 1024, "Most bytes in all sessions of a key together.", is_live=True
     )
     cors_origins: str | None = option(
         None, "Origins, separated by commas, whose web pages may use this server."

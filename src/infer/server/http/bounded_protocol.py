@@ -277,6 +277,8 @@ class BoundedProtocol(H11Protocol):
                 self._refuse(error, "connections")
                 return
             scope["headers"].append(CLOSE_HEADER)
+        elif self._places.is_leaving:
+            scope["headers"].append(CLOSE_HEADER)
         beginning: Message | None = None
 
         async def send_or_end(message: Message) -> None:

@@ -200,6 +200,12 @@ class _Group:
         if use is not None:
             del self._by_use[use][connection]
 
+    def close_idle(self) -> None:
+        """Close the kept connections without a request."""
+        for connection in list(self._by_use[Use.IDLE]):
+            self.remove(connection)
+            connection.give_way()
+
     def make_room(self) -> bool:
         """Close the connection that is needed least; returns False if all are in use."""
         for use in (Use.REFUSED, Use.IDLE, Use.HANDSHAKE, Use.HEAD):
@@ -224,6 +230,7 @@ class Connections:
         self.limits = limits or ConnectionLimits()
         self.refusals = Refusals(clock=clock)
         self.num_gave_way = 0
+        self._is_leaving = False
         self._placed = _Group(SILENT_S, clock)
         self._for_probes = _Group(SILENT_PROBE_S, clock)
 
@@ -231,6 +238,15 @@ class Connections:
     def num_open(self) -> int:
         """Number of open connections, those in the places for probes included."""
         return len(self._placed) + len(self._for_probes)
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the server will end, so each answer is the last of its connection."""
+        return self._is_leaving
+
+    def leave(self) -> None:
+        """Say that the server will end."""
+        self._is_leaving = True
 
     def add(self, connection: Connection, use: Use = Use.HEAD) -> bool:
         """Count an accepted connection; returns False if it must be closed."""
@@ -241,6 +257,11 @@ class Connections:
         else:
             return False
         return True
+
+    def close_idle(self) -> None:
+        """Close the kept connections without a request."""
+        for group in (self._placed, self._for_probes):
+            group.close_idle()
 
     def hand_over(self, handshake: Connection, connection: Connection) -> None:
         """Let the connection above a finished TLS handshake have its place."""

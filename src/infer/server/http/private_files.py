@@ -1,8 +1,12 @@
-"""Files that only their owner may read, written atomically and under a lock between processes"""
+"""Files that only their owner may read, written atomically and under a lock between processes
+
+`warn_if_shared` says of a file with secrets that others can read it, wherever it is from.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -12,6 +16,8 @@ try:
     import fcntl
 except ImportError:  # Windows; there files are not locked
     fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 10.0
 """default seconds to wait for a file's lock"""
@@ -53,3 +59,23 @@ def write_private(path: Path, text: str) -> None:
         os.fchmod(file.fileno(), 0o600)  # a umask may have taken the owner's rights
         file.write(text)
     beside.replace(path)
+
+
+def warn_if_shared(path: Path, mode: int | None = None) -> None:
+    """Log a warning where others than its owner can read or write a file with secrets. `mode`: the
+    file's, where it is known."""
+    if os.name != "posix":
+        return
+    mode = path.stat().st_mode if mode is None else mode
+    if mode & 0o077:
+        shown = f"{mode & 0o777:04o}"
+        text = "%s can be read or written by others than its owner (mode %s): chmod 600 it"
+        log.warning(text, path, shown)
+
+
+def state_folder() -> Path:
+    """The user's folder for what a server keeps; makes it."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    folder = Path(state) / "infer"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder

@@ -126,16 +126,16 @@ class TlsConnection(SSLProtocol):
 
 def accept_tls(
     make: Callable[..., BoundedProtocol],
-    context: ssl.SSLContext,
+    context: Callable[[], ssl.SSLContext],
     places: Connections,
     limits: ServerLimits,
     **named: Any,
 ) -> TlsConnection:
     """What asyncio is to hand an accepted connection to. `make`: makes the HTTP connection above
-    it, of `named`, which is what uvicorn gives."""
+    it, of `named`, which is what uvicorn gives. `context`: what a new connection has."""
 
     def make_above(handshake: Connection) -> BoundedProtocol:
         return make(**named, handshake=handshake)
 
     others = named["server_state"].connections
-    return TlsConnection(make_above, context, places, others, limits)
+    return TlsConnection(make_above, context(), places, others, limits)

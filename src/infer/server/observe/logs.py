@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from infer.log_fields import LOG_FIELDS
 from infer.readiness import WRITABLE, is_ready
+from infer.server.http.connections import PROBE_PATHS
 from infer.threads import BackgroundThread
 
 if TYPE_CHECKING:
@@ -180,8 +181,9 @@ def _takes(fd: int, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def log_on_stderr(log_format: str) -> Iterator[None]:
-    """Writes logs to stderr: those of `infer`, and warnings of the libraries it stands on.
+def log_on_stderr(log_format: str, level: str = "info") -> Iterator[None]:
+    """Writes logs to stderr: those of `infer` from `level` on, and warnings of the libraries it
+    stands on.
 
     Does nothing where the program has set up logging.
     """
@@ -195,7 +197,7 @@ def log_on_stderr(log_format: str) -> Iterator[None]:
     for each in loggers:
         each.addHandler(handler)
     logging.captureWarnings(True)
-    logger.setLevel(logging.INFO)
+    set_log_level(level)
     access.setLevel(logging.INFO if log_format == "json" else logging.WARNING)
     try:
         yield
@@ -207,6 +209,11 @@ def log_on_stderr(log_format: str) -> Iterator[None]:
         access.setLevel(logging.NOTSET)
 
 
+def set_log_level(level: str) -> None:
+    """Log what is of `level` or above, from now on; lines of requests come in any case."""
+    logging.getLogger("infer").setLevel(level.upper())
+
+
 def log_batch(model_name: str, batch: BatchTrace) -> None:
     """Log one line about a static batch that has ended."""
     if access.isEnabledFor(logging.INFO):
@@ -214,8 +221,9 @@ def log_batch(model_name: str, batch: BatchTrace) -> None:
 
 
 def log_request(context: RequestContext) -> None:
-    """Log one line about a request that was answered or whose client has left."""
-    if not access.isEnabledFor(logging.INFO):
+    """Log one line about a request that was answered or whose client has left; health probes,
+    which come all the time, have none."""
+    if not access.isEnabledFor(logging.INFO) or context.path in PROBE_PATHS:
         return
     fields = {
         "request_id": context.id,

@@ -8,11 +8,9 @@ which a client cannot choose.
 
 from __future__ import annotations
 
-import json
-import logging
-import time
+import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -26,17 +24,17 @@ from prometheus_client.core import (
 )
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.errors import ConfigError
 from infer.server.http.connections import Connections
 from infer.server.http.context import RequestContext
-from infer.server.http.private_files import locked, write_private
+from infer.server.observe.help_texts import help_of
+from infer.server.observe.key_usage import KeyUsage
+from infer.server.observe.process_metrics import ProcessMetrics
 from infer.server.observe.request_trace import GAP_BUCKETS_S, Histogram, RequestTrace, RequestTraces
 from infer.types.engine_stats import EngineCounters, EngineGauges
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 from infer.types.stats_summary import ServingStats
 from infer.types.step_events import ComputedChunk, StepEvents
-
-log = logging.getLogger("infer.server")
+from infer.version import VERSION
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -128,15 +126,40 @@ class _OfConnections:
         yield refusals
 
 
-def text_of(all_metrics: Sequence[Metrics], connections: Connections | None = None) -> bytes:
-    """The body of `/metrics`, with the numbers of connections if they are given; the samples of
-    several engines differ in `model_name`."""
+class _Collected:
+    """A collector of families that have been made already."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def snapshot_of(
+    all_metrics: Sequence[Metrics], connections: Connections | None = None
+) -> Callable[[], bytes]:
+    """What makes the body of `/metrics`, in any thread, of the numbers as they are now; with those
+    of connections if they are given. The samples of several engines differ in `model_name`."""
     prefix = next((metrics.prefix for metrics in all_metrics), DEFAULT_PREFIX)
-    registry = CollectorRegistry()
-    registry.register(_Together(all_metrics))
+    families = [*_Together(all_metrics).collect()]
     if connections is not None:
-        registry.register(_OfConnections(prefix, connections))
-    return generate_latest(registry)
+        families += _OfConnections(prefix, connections).collect()
+
+    def render() -> bytes:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collected([*families, _build_info(prefix), *ProcessMetrics().collect()]))
+        return generate_latest(registry)
+
+    return render
+
+
+def _build_info(prefix: str) -> Metric:
+    labels = {"version": VERSION, "python": platform.python_version()}
+    text = "Always 1; the labels say which version answers."
+    family = GaugeMetricFamily(f"{prefix}:build_info", text, labels=list(labels))
+    family.add_metric(list(labels.values()), 1)
+    return family
 
 
 class Metrics:
@@ -155,7 +178,6 @@ class Metrics:
         share a file."""
         self._engine = engine
         self._traces = traces
-        self._limits = limits
         self.prefix = prefix
         self._times = {name: Histogram(_SECONDS) for name in _TIMES}
         self._sizes = {name: Histogram(_COUNTS) for name in _SIZES}
@@ -163,12 +185,7 @@ class Metrics:
         self._per_step = Histogram(_COUNTS)
         self._outcomes: Counter[str] = Counter()
         self._refusals: Counter[str] = Counter()
-        self._usage = usage
-        self._saved_s = 0.0
-        known = self._saved().get(engine.model_name, {})
-        self._by_key = {key: Counter(counts) for key, counts in known.items()}
-        self._written = {key: Counter(counts) for key, counts in self._by_key.items()}
-        """the part of `_by_key` that is in the file"""
+        self._usage = KeyUsage(engine.model_name, usage, limits.save_usage_s)
         traces.on_step.append(self._stepped)
         traces.on_end.append(self._ended)
 
@@ -198,40 +215,14 @@ class Metrics:
                 cached_tokens=trace.sum_of("num_cached"),
                 generation_tokens=num_tokens,
             )
-            if time.monotonic() > self._saved_s + self._limits.save_usage_s:
-                self.save()
 
     def add_usage(self, key_name: str, **counts: int) -> None:
         """Add to the totals of a key, by the names that `/stats` has for them."""
-        self._by_key.setdefault(key_name, Counter()).update(counts)
-
-    def _saved(self) -> dict[str, dict[str, dict[str, int]]]:
-        if self._usage is None or not self._usage.exists():
-            return {}
-        try:
-            return dict(json.loads(self._usage.read_text(encoding="utf-8-sig")))
-        except (OSError, ValueError) as error:
-            raise ConfigError("api_keys", f"{self._usage.name} holds no usage: {error}") from None
+        self._usage.add(key_name, counts)
 
     def save(self) -> None:
         """Add the totals of the keys to the file; entries of other models are not changed."""
-        if self._usage is None or not self._by_key:
-            return
-        self._saved_s = time.monotonic()
-        try:
-            with locked(self._usage, max_wait_s=0.2):
-                totals = self._saved()
-                ours = totals.setdefault(self._engine.model_name, {})
-                for key, counts in self._by_key.items():
-                    theirs, known = ours.get(key, {}), self._written.get(key, Counter())
-                    ours[key] = {
-                        name: theirs.get(name, 0) + count - known.get(name, 0)
-                        for name, count in counts.items()
-                    }
-                write_private(self._usage, json.dumps(totals))
-            self._written = {key: Counter(counts) for key, counts in self._by_key.items()}
-        except (OSError, ConfigError) as error:
-            log.error("the usage of the keys is not saved: %s", error)
+        self._usage.save()
 
     def seen(self, context: RequestContext) -> None:
         """Count the status of an HTTP request that has ended."""
@@ -250,7 +241,7 @@ class Metrics:
             "running": gauges.num_running,
             "preempted": gauges.num_preempted,
             **(per_step if num_steps else {}),
-            "keys": {name: dict(counts) for name, counts in self._by_key.items()},
+            "keys": self._usage.totals(),
             "engine": stats.by_name(),
             **self._replicas(),
         }
@@ -277,6 +268,7 @@ class Metrics:
         at = {str(place): n for place, n in sorted(stats.counters.num_accepted_at.items())}
         yield self._labelled("spec_decode_num_accepted_tokens_per_pos", "position", at)
         yield from self._summary(serving)
+        yield self._cache_config(serving)
         if replicas := self._engine.stats_of_replicas():
             ready = self._engine.ready_replicas()
             states = {replica: float(replica in ready) for replica in replicas}
@@ -290,8 +282,7 @@ class Metrics:
         yield self._labelled("request_success", "finished_reason", self._outcomes)
         yield self._labelled("admission_rejections", "reason", self._refusals)
         for name in ("requests", "prompt_tokens", "cached_tokens", "generation_tokens"):
-            counts = {key: counts[name] for key, counts in self._by_key.items()}
-            yield self._labelled(f"key_{name}", "key", counts)
+            yield self._labelled(f"key_{name}", "key", self._usage.shown(name))
         histograms = {**self._times, **self._sizes}
         histograms["inter_token_latency_seconds"] = self._traces.gaps
         histograms["request_time_per_output_token_seconds"] = self._per_token
@@ -309,8 +300,22 @@ class Metrics:
             else:
                 yield self._one(GaugeMetricFamily, name, value)
 
+    def _cache_config(self, serving: ServingStats) -> Metric:
+        """With vLLM's labels, by which llm-d's scheduler knows how much fits."""
+        limits, gauges = serving.limits, serving.engine.gauges
+        labels = {
+            "model_name": self._engine.model_name,
+            "block_size": str(limits.page_size),
+            "num_gpu_blocks": str(gauges.num_pages),
+            "enable_prefix_caching": str(limits.prefix_caching),
+        }
+        name = "cache_config_info"
+        family = GaugeMetricFamily(f"{self.prefix}:{name}", help_of(name), labels=list(labels))
+        family.add_metric(list(labels.values()), 1)
+        return family
+
     def _one(self, kind: type[Any], name: str, value: float) -> Metric:
-        family = kind(f"{self.prefix}:{name}", name.replace("_", " "), labels=["model_name"])
+        family = kind(f"{self.prefix}:{name}", help_of(name), labels=["model_name"])
         family.add_metric([self._engine.model_name], value)
         assert isinstance(family, Metric)
         return family
@@ -322,14 +327,14 @@ class Metrics:
         counts: Mapping[str, float],
         kind: type[CounterMetricFamily] | type[GaugeMetricFamily] = CounterMetricFamily,
     ) -> Metric:
-        name, words = f"{self.prefix}:{name}", name.replace("_", " ")
+        name, words = f"{self.prefix}:{name}", help_of(name)
         family = kind(name, words, labels=["model_name", label])
         for value, count in counts.items():
             family.add_metric([self._engine.model_name, value], count)
         return family
 
     def _histogram(self, name: str, histogram: Histogram) -> Metric:
-        name, words = f"{self.prefix}:{name}", name.replace("_", " ")
+        name, words = f"{self.prefix}:{name}", help_of(name)
         family = HistogramMetricFamily(name, words, labels=["model_name"])
         bounds = [*map(str, map(float, histogram.bounds)), "+Inf"]
         buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))

@@ -14,6 +14,7 @@ from infer.errors import ConfigError
 from infer.extras import to_install
 from infer.server.observe.request_trace import RequestTrace
 from infer.types.ends import NORMAL_OUTCOMES
+from infer.version import VERSION
 
 
 def check_packages() -> None:
@@ -32,11 +33,14 @@ def make_tracing(model_name: str) -> Callable[[RequestTrace], None]:
     from opentelemetry import propagate
     from opentelemetry import trace as otel
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     if not isinstance(otel.get_tracer_provider(), TracerProvider):
-        provider = TracerProvider()
+        named = OTELResourceDetector().detect().attributes  # what OTEL_… variables say wins
+        service = {"service.name": "infer", "service.version": VERSION, **named}
+        provider = TracerProvider(resource=Resource.create(service))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         otel.set_tracer_provider(provider)
     tracer = otel.get_tracer("infer")

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -26,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from infer.errors import ConfigError, UnprocessableError
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import IGNORED, HttpError
+from infer.server.http.private_files import state_folder
 from infer.server.offload import NUM_BYTES, Offload
 from infer.server.openai import schema_base
 from infer.server.openai.chat import unnumbered
@@ -174,10 +173,7 @@ def _text_of(message: Message) -> str:
 
 def default_url() -> str:
     """URL of the database in the user's state folder; makes the folder."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    folder = Path(state) / "infer"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return f"sqlite:///{folder / 'sessions.db'}"
+    return f"sqlite:///{state_folder() / 'sessions.db'}"
 
 
 class SessionRoutes:
@@ -209,6 +205,12 @@ class SessionRoutes:
     def _sessions(self) -> SessionStore:
         url = default_url() if self._url is None else self._url
         return SessionStore(url, self._quota, self._limits)
+
+    def set_quota(self, quota: Quota) -> None:
+        """What each key may keep from now on."""
+        self._quota = quota
+        if (store := self.__dict__.get("_sessions")) is not None:
+            store.set_quota(quota)
 
     def _call_store(self, method: str, *arguments: Any) -> Any:
         """Call a method of the `SessionStore`, which the first call opens; runs in a thread."""

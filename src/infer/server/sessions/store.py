@@ -167,6 +167,10 @@ class SessionStore:
                 f" packages of an extra: {to_install('postgres')})",
             ) from None
 
+    def set_quota(self, quota: Quota) -> None:
+        """What each owner may keep from now on."""
+        self._quota = quota
+
     @contextmanager
     def _transaction(self) -> Iterator[sql.Connection]:
         """A transaction. SQLite has one writer, and lets all others look again and again until they

@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import hmac
 import json
-import logging
 import os
 import re
 import secrets
@@ -25,7 +24,7 @@ from typing import Any
 
 from infer.config import NonNegativeInt, PositiveInt, check_fields, option
 from infer.errors import ConfigError
-from infer.server.http.private_files import locked, write_private
+from infer.server.http.private_files import locked, warn_if_shared, write_private
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +70,6 @@ class Key:
         """Scope of the prefix cache for the key's requests; only the operator can choose it."""
         return f"shared:{self.limits.share_cache}" if self.limits.share_cache else self.id
 
-
-log = logging.getLogger(__name__)
 
 _UNLIMITED = KeyLimits(max_concurrent=10**9, max_queued=10**9, admin=True)
 ANYBODY = Key(id="", name="", sha256="", limits=_UNLIMITED)
@@ -161,13 +158,7 @@ class Keys:
             raise ConfigError("api_keys", f"{message}; make one with infer keys create") from None
         self._keys = keys
         self._stamp = (status.st_mtime_ns, status.st_ino)
-        if os.name == "posix" and status.st_mode & 0o077:
-            mode = f"{status.st_mode & 0o777:04o}"
-            log.warning(
-                "%s can be read or written by others than its owner (mode %s): chmod 600 it",
-                self._path,
-                mode,
-            )
+        warn_if_shared(self._path, status.st_mode)
 
 
 def _read_key(entry: dict[str, Any]) -> Key:
