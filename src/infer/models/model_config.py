@@ -76,6 +76,17 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Alibi:
+    """Attention with linear biases (Press et al. 2021, arXiv:2108.12409) instead of a rotation."""
+
+    slopes: tuple[float, ...]
+    """What a query head's score with a key is lowered by for each position between them, [H]."""
+    rounded: float | None = None
+    """Not None: a key at position j has `rounded` · slope · j added to its score instead, with the
+    slope, j and their product in bfloat16, as Falcon was trained."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerConfig:
     """What one decoder layer is; `ModelConfig.layer` derives it.
 
@@ -100,6 +111,10 @@ class LayerConfig:
     """Epsilon of the layer's norms, those of its heads included."""
     attention_scale: float
     """Factor of attention scores."""
+    score_softcap: float | None
+    """Cap c of attention scores, which become c · tanh(score / c); None: no cap."""
+    alibi: Alibi | None
+    """What attention scores are lowered by; None: nothing."""
     window: int | None
     """Sliding window in positions, a query's own included; None: the layer sees all positions."""
     rope: RopeConfig | None
@@ -123,6 +138,12 @@ class AttentionArguments(TypedDict):
     """Number of query heads, H."""
     scale: float
     """Factor of attention scores."""
+    softcap: float | None
+    """Cap c of attention scores, which become c · tanh(score / c); None: no cap."""
+    slopes: tuple[float, ...]
+    """Slopes of `Alibi`, [H]; (): none."""
+    rounded: float | None
+    """As in `Alibi`."""
     windows: list[int | None]
     """Sliding window of each layer; None: all positions."""
 
@@ -172,6 +193,10 @@ class ModelConfig:
     """
     query_scale: float | None = None
     """Factor of attention scores; None: 1/√head_dim."""
+    score_softcap: float | None = None
+    """Cap c of attention scores, which become c · tanh(score / c); None: no cap."""
+    alibi: Alibi | None = None
+    """What attention scores are lowered by; None: nothing."""
     ropes: tuple[RopeConfig | None, ...] = ()
     """RoPE of each layer; None: the layer's queries and keys are not rotated. (): `rope`."""
     final_softcap: float | None = None
@@ -188,6 +213,8 @@ class ModelConfig:
     """Factor of the logits."""
     head_bias: bool = False
     """Whether the output head has a bias."""
+    embedding_norm: bool = False
+    """Whether embeddings are normalised."""
     positions_offset: int | None = None
     """Row of position 0 in a table of learned positions; None: there is no table."""
 
@@ -211,6 +238,8 @@ class ModelConfig:
             head_dim=self.head_dim,
             norm_eps=self.norm_eps,
             attention_scale=scale,
+            score_softcap=self.score_softcap,
+            alibi=self.alibi,
             window=self.windows[index] if self.windows else None,
             rope=self.ropes[index] if self.ropes else self.rope,
             qkv_bias=self.qkv_bias,
@@ -230,10 +259,18 @@ class ModelConfig:
         Raises `LoadError` if layers differ in the shape of their heads or in the scale.
         """
         layers = self.layers()
-        for name in ("num_heads", "num_kv_heads", "head_dim", "attention_scale"):
+        shared = (
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "attention_scale",
+            "score_softcap",
+            "alibi",
+        )
+        for name in shared:
             values = {getattr(layer, name) for layer in layers}
             if len(values) > 1:
-                listed = ", ".join(str(value) for value in sorted(values))
+                listed = ", ".join(sorted(str(value) for value in values))
                 raise LoadError(
                     f"{self.architecture}: layers differ in {name} ({listed}); attention is"
                     " computed for layers that have the same"
@@ -241,6 +278,9 @@ class ModelConfig:
         return {
             "num_heads": layers[0].num_heads,
             "scale": layers[0].attention_scale,
+            "softcap": layers[0].score_softcap,
+            "slopes": () if layers[0].alibi is None else layers[0].alibi.slopes,
+            "rounded": None if layers[0].alibi is None else layers[0].alibi.rounded,
             "windows": [layer.window for layer in layers],
         }
 
