@@ -68,6 +68,7 @@ def test_old_keys_mean_the_same(case: tuple[str, str]) -> None:
 BARE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads")
 OTHERS = ("n_embd", "n_head", "n_layer", "num_heads", "num_layers", "shared_intermediate_size")
+OTHERS += ("d_model", "n_heads", "n_layers")
 
 
 def class_default(family: str) -> tuple[dict[str, Any], ModelConfig]:
@@ -154,7 +155,6 @@ NEEDS = {
     "DeepseekV3ForCausalLM": ("it needs latent attention and a mixture of experts,",),
     "BertModel": ("it needs an encoder,",),
     "T5ForConditionalGeneration": ("it needs an encoder,",),
-    "BloomForCausalLM": ("it needs attention scores with a slope",),
     "LLamaForCausalLm2": ("is not supported (near it: LlamaForCausalLM",),
     "FooBarModel": ("'FooBarModel' is not supported (`infer models` lists the",),
 }

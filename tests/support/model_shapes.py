@@ -104,6 +104,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         },
         "untied, three shards": {"tie_word_embeddings": False, "shard_bytes": 450_000},
     },
+    "ministral": {"plain": {}, "own pattern": {"layer_types": [FULL, SLIDING, FULL]}},
     "ministral3": {"plain": {}, "tied, one kv head": {**TIED, "num_key_value_heads": 1}},
     "mistral3": {"plain": {}, "of Ministral 3": {"model_type": "ministral3", "head_dim": 24}},
     "qwen2_vl": {"plain": {}},
@@ -182,6 +183,15 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "gemma": {"plain": {}},
+    "gemma2": {
+        "plain": {},
+        "no caps, one kv head, own pattern": {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "num_key_value_heads": 1,
+            "layer_types": [FULL, SLIDING, SLIDING],
+        },
+    },
     "cohere": {
         "plain": {},
         "q/k norms, biases": {"use_qk_norm": True, **ATTENTION_BIAS},
@@ -232,6 +242,32 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "phi": {
         "plain": {},
         "one kv head, all of a head rotates": {"num_key_value_heads": 1, **WHOLLY},
+    },
+    "falcon": {
+        "plain": {},
+        "new decoder architecture": {"new_decoder_architecture": True, "num_kv_heads": 2},
+        "of Falcon 2, untied": {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "ffn_hidden_size": 96,
+            **UNTIED,
+        },
+        "ALiBi, biases, sequential": {
+            "alibi": True,
+            "bias": True,
+            "parallel_attn": False,
+            "multi_query": False,
+        },
+    },
+    "bloom": {"plain": {}, "three heads, untied": {"n_head": 3, "hidden_size": 48, **UNTIED}},
+    "mpt": {
+        "plain": {},
+        "six heads, clipped, own scale": {
+            "n_heads": 6,
+            "d_model": 48,
+            "attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.3},
+        },
     },
     "opt": {"plain": {}, "no biases, untied": {"enable_bias": False, **UNTIED}},
 }
