@@ -120,11 +120,14 @@ def test_quantized(pair: Pair, quantization: str, way: str, stacked: list[int]) 
 IN_GGUF_FILES = {arch: name for arch, name in ROWS.items() if not arch.endswith("vl")}
 IN_GGUF_FILES |= {f"{arch}+": name for arch, (_, name) in VARIANTS.items()}
 """Name of an architecture in GGUF files → its name in the registry; + where a key means another."""
-IN_GGUF = {"gemma3": {"query_pre_attn_scalar": 24}}
+IN_GGUF = {name: {"query_pre_attn_scalar": 24} for name in ("gemma2", "gemma3")}
 """What a family's files cannot say otherwise: Gemma's divisor is the size of a head."""
 INNER = {"intermediate_size": 128}
-INNERS = {"granite_hybrid": {"shared_intermediate_size": 128}}
-"""Inner sizes that are whole blocks."""
+INNERS = {
+    "granite_hybrid": {"shared_intermediate_size": 128},
+    **{name: {"vocab_size": 262} for name in ("gpt_bigcode", "bloom", "mpt", "falcon")},
+}
+"""Inner sizes that are whole blocks; those of some families follow from others."""
 
 
 def written(folder: Path, family: str, name: str) -> Pair | None:

@@ -260,12 +260,12 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "multi_query": False,
         },
     },
-    "bloom": {"plain": {}, "three heads, untied": {"n_head": 3, "hidden_size": 48, **UNTIED}},
+    "bloom": {"plain": {}, "three heads, untied": {"n_head": 3, "hidden_size": 96, **UNTIED}},
     "mpt": {
         "plain": {},
         "six heads, clipped, own scale": {
             "n_heads": 6,
-            "d_model": 48,
+            "d_model": 96,
             "attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.3},
         },
     },

@@ -326,6 +326,9 @@ def read_mpt(architecture: str, reader: ConfigReader) -> ModelConfig:
     reader.only("logit_scale", (None,), None)
     reader.only("embedding_fraction", (1, 1.0), 1)
     given = raw.get("attn_config")
+    if given is None:  # of a GGUF file, which has both fields that matter
+        given = {name: raw.get(name) for name in ("clip_qkv", "alibi_bias_max")}
+        reader.asked |= given.keys()
     part = ConfigReader(given if isinstance(given, Mapping) else {}, reader.where)
     for name, supported in _MPT_ATTENTION.items():
         part.only(name, supported, supported[0])
