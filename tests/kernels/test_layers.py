@@ -34,8 +34,10 @@ from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.model_shapes import LOOPED, SHAPES, STACKED, is_stacked
 
 CPU = torch.device("cpu")
-KINDS = ("llama", "qwen3", "phi3", "gemma", "ministral3", "granite", "olmo", "olmo2", "glm4")
-KINDS += ("hunyuan", "cohere2", "gpt_neox", "starcoder2", "apertus", "gpt2")
+KINDS = (
+    *("llama", "qwen3", "phi3", "gemma", "ministral3", "granite", "olmo", "olmo2", "glm4"),
+    *("hunyuan", "cohere2", "gpt_neox", "starcoder2", "apertus", "gpt2", "bloom", "gemma2"),
+)
 """Families that have all that differs in layers of a stack."""
 CASES = slow_but(
     [(family, name) for family in KINDS for name in SHAPES[family]],

@@ -67,8 +67,10 @@ def test_old_keys_mean_the_same(case: tuple[str, str]) -> None:
 
 BARE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads")
-OTHERS = ("n_embd", "n_head", "n_layer", "num_heads", "num_layers", "shared_intermediate_size")
-OTHERS += ("d_model", "n_heads", "n_layers")
+OTHERS = (
+    *("n_embd", "n_head", "n_layer", "num_heads", "num_layers", "shared_intermediate_size"),
+    *("d_model", "n_heads", "n_layers"),
+)
 
 
 def class_default(family: str) -> tuple[dict[str, Any], ModelConfig]:

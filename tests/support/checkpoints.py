@@ -176,13 +176,17 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "falcon": ("Falcon", FEW),
     "bloom": (
         "Bloom",
-        {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4, "seq_length": 1024}
-        | {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID},
+        {
+            **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+            **{"seq_length": 1024, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID},
+        },
     ),
     "mpt": (
         "Mpt",
-        {"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024}
-        | {"bos_token_id": EOS_ID, "eos_token_id": EOS_ID},
+        {
+            **{"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 2, "n_heads": 4},
+            **{"max_seq_len": 1024, "bos_token_id": EOS_ID, "eos_token_id": EOS_ID},
+        },
     ),
     "opt": ("OPT", {**FEW, "ffn_dim": 112}),
 }

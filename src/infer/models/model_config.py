@@ -226,6 +226,20 @@ class ModelConfig:
             ropes=tuple(each and each.for_context(max_seq_len) for each in self.ropes),
         )
 
+    def rope_choice(self, max_seq_len: int) -> str:
+        """Which divisors a context of `max_seq_len` tokens has, for users; empty: no choice."""
+        ropes = (self.rope, *self.ropes)
+        rope = next((each for each in ropes if each is not None and each.long_divisors), None)
+        if rope is None:
+            return ""
+        is_long = max_seq_len > rope.original_max_position
+        chosen = "long" if is_long else "short"
+        more = "more than" if is_long else "at most"
+        return (
+            f"longrope, {chosen} factors for all sequences: a context of {max_seq_len:,} tokens,"
+            f" {more} the original {rope.original_max_position:,}"
+        )
+
     def layer(self, index: int) -> LayerConfig:
         """What the layer `index` is."""
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
