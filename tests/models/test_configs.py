@@ -121,6 +121,20 @@ FOREIGN = {
     "kv_lora_rank": 512,
     "scale_emb": 12,
     "scale_depth": 1.4,
+    "query_pre_attn_scalar": 96,
+    "rotary_dim": 6,
+    "q_lora_rank": 64,
+    "attention_chunk_size": 8192,
+    "layer_rope_theta": [0, 1e4],
+    "no_rope_layers": [0, 1, 1, 0],
+    "scale_attn_by_inverse_layer_idx": True,
+    "attn_output_gate": True,
+    "new_decoder_architecture": True,
+    "attn_temperature_tuning": True,
+    "apply_residual_connection_post_layernorm": True,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 64,
+    "position_embedding_type": "alibi",
 }
 """Fields that change the mathematics of some family."""
 

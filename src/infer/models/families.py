@@ -153,6 +153,7 @@ def read_smollm3(architecture: str, reader: ConfigReader) -> ModelConfig:
     config = decoder(architecture, reader, bias=True, theta=2e6)
     every = reader.size("no_rope_layer_interval", 4)
     usual = [int((i + 1) % every != 0) for i in range(config.num_layers)]
+    reader.asked.add("no_rope_layers")
     rotates = reader.raw.get("no_rope_layers") or usual  # 1: the layer rotates
     if not isinstance(rotates, list) or len(rotates) < config.num_layers:
         reader.problems.append(f"no_rope_layers must have {config.num_layers} items")

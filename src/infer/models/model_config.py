@@ -323,6 +323,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         **dict.fromkeys(("parallel_attn", "use_bidirectional_attention"), (False,)),
         **dict.fromkeys(("add_cross_attention", "is_encoder_decoder"), (False,)),
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, 1)),
+        **dict.fromkeys(("query_pre_attn_scalar", "rotary_dim", "q_lora_rank"), ()),
+        **dict.fromkeys(("attention_chunk_size", "layer_rope_theta", "no_rope_layers"), ()),
+        **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "attn_output_gate"), (False,)),
+        **dict.fromkeys(("new_decoder_architecture", "attn_temperature_tuning"), (False, 0)),
+        "apply_residual_connection_post_layernorm": (False,),
+        **dict.fromkeys(("num_kv_shared_layers", "hidden_size_per_layer_input"), (0,)),
+        **dict.fromkeys(("position_embedding_type",), ("rope", "rotary", "absolute")),
     }
 )
 """Fields that change the mathematics in some family, each with the values that change nothing.
@@ -422,7 +429,9 @@ class ConfigReader:
         """Raise `LoadError` with all problems, if there are any."""
         for name, neutral in _NEUTRAL.items():
             value = self.raw.get(name)
-            if name not in self.asked and value is not None and value not in neutral:
+            is_list_of_ones = isinstance(value, list) and set(map(str, value)) <= {"1", "True"}
+            changes = value is not None and value not in neutral and not is_list_of_ones
+            if name not in self.asked and changes:
                 self.problems.append(f"{name}={value!r:.80} has no meaning in this architecture")
         if self.problems:
             raise LoadError(f"{self.where}: " + "; ".join(self.problems))
