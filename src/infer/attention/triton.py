@@ -65,6 +65,21 @@ class _Shape:
     """Number of stages of the software pipeline that loads keys and values."""
 
 
+def _shapes_for(size: int) -> tuple[_Shape, _Shape, _Shape, _Shape, _Shape]:
+    """The shapes of short and long tiles, and of decodes of one, few and many sequences.
+
+    `size`: of a head. Measured on an H100, up to heads of 256. The tile sizes keep the number of
+    bytes in flight about the same.
+    """
+    keys = 16 if size > 256 else 32 if size > 128 else 64
+    short = _Shape(SHORT_ROWS, keys, 4, 2 if size > 128 else 3)
+    long = _Shape(64, 32, 4, 2) if size > 128 else _Shape(128, 64, 8, 3)
+    long = _Shape(32, 16, 4, 1) if size > 256 else long
+    lone = _Shape(SHORT_ROWS, keys, 8, 2)
+    few = _Shape(SHORT_ROWS, 128 if size <= 64 else keys, 4, 2)
+    return short, long, lone, few, _Shape(SHORT_ROWS, keys, 4 if size <= 64 else 2, 3)
+
+
 class TritonBackend:
     """The attention backend for CUDA devices. See the module's docstring."""
 
@@ -107,16 +122,8 @@ class TritonBackend:
         on_device = device.type == "cuda"
         count = torch.cuda.get_device_properties(device).multi_processor_count if on_device else 2
         self.num_programs = 4 * count
-        # Measured on an H100. The tile sizes keep the number of bytes in flight about the same.
-        size = self.head_dim
-        keys_ = 16 if size > 256 else 32 if size > 128 else 64
-        self._short = _Shape(SHORT_ROWS, keys_, 4, 2 if size > 128 else 3)
-        self._long = _Shape(64, 32, 4, 2) if size > 128 else _Shape(128, 64, 8, 3)
-        if size > 256:  # not measured
-            self._long = _Shape(32, 16, 4, 1)
-        self._lone = _Shape(SHORT_ROWS, keys_, 8, 2)
-        self._few = _Shape(SHORT_ROWS, 128 if size <= 64 else keys_, 4, 2)
-        self._crowd = _Shape(SHORT_ROWS, keys_, 4 if size <= 64 else 2, 3)
+        shapes = _shapes_for(self.head_dim)
+        self._short, self._long, self._lone, self._few, self._crowd = shapes
         row_bytes = 4 * num_heads * (self.head_dim + 2)
         rows = PARTIAL_BYTES // row_bytes if on_device else 4096
         self.max_partial_rows = rows

@@ -33,7 +33,7 @@ _NO_NORM = RowNorm(None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Parts:
+class LayerParts:
     """What one layer computes, in its order."""
 
     qkv: Linear
@@ -148,7 +148,7 @@ def attends_through(attend: object) -> TypeGuard[AttendsThrough]:
 class LayerStack:
     """All layers of a decoder. `stack_layers` makes it."""
 
-    def __init__(self, layers: Sequence[Parts], head_dim: int) -> None:
+    def __init__(self, layers: Sequence[LayerParts], head_dim: int) -> None:
         """`layers`: of equal sizes, as `stack_layers` has checked."""
         self._layers, self._head_dim = layers, head_dim
         words = []
@@ -231,7 +231,7 @@ def _added(linear: Linear, norm: RowNorm, scale: float, x: Tensor, residual: Ten
     return norm(linear(x), residual, scale)
 
 
-def stack_layers(config: LayeredConfig, layers: Sequence[Parts | None]) -> LayerStack | None:
+def stack_layers(config: LayeredConfig, layers: Sequence[LayerParts | None]) -> LayerStack | None:
     """A stack of the layers that `config` declares; None if `obstacle` has a reason."""
     known = [parts for parts in layers if parts is not None]
     if obstacle(config, layers) is not None:
@@ -239,7 +239,7 @@ def stack_layers(config: LayeredConfig, layers: Sequence[Parts | None]) -> Layer
     return LayerStack(known, config.layers()[0].head_dim)
 
 
-def obstacle(config: LayeredConfig, layers: Sequence[Parts | None]) -> str | None:
+def obstacle(config: LayeredConfig, layers: Sequence[LayerParts | None]) -> str | None:
     """The reason why the native library cannot compute these layers in one call; None if it can.
 
     `layers`: None is a layer that computes something beside what parts say."""
@@ -282,7 +282,7 @@ def obstacle(config: LayeredConfig, layers: Sequence[Parts | None]) -> str | Non
     return "norms of heads differ in eps" if len(eps) > 1 else None
 
 
-def _sizes(parts: Parts) -> tuple[int, int, int, int]:
+def _sizes(parts: LayerParts) -> tuple[int, int, int, int]:
     """(columns of x, of q, of k or v, of the gate's result) of a layer."""
     qkv, o, inner, _ = parts.products
     kv_size = (qkv.out_features - o.in_features) // 2

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels.blocks import BlockWeight
-from infer.kernels.layer_stack import Parts, attends_through, stack_layers
+from infer.kernels.layer_stack import LayerParts, attends_through, stack_layers
 from infer.kernels.linear import (
     PRODUCT_ONLY,
     BlockEmbedding,
@@ -241,7 +241,7 @@ class DecoderLayer:
             return block(into, residual=x)
         return norm(block(into), x, scale)
 
-    def parts(self) -> Parts | None:
+    def parts(self) -> LayerParts | None:
         """What `stack_layers` makes a `LayerStack` of.
 
         None: the layer computes something that parts do not say. Such a form must be named here."""
@@ -254,7 +254,7 @@ class DecoderLayer:
         queries, keys = attention.own_norms or (no_norm, no_norm)
         assert isinstance(queries, RowNorm)
         assert isinstance(keys, RowNorm)
-        return Parts(
+        return LayerParts(
             qkv=attention.qkv,
             o=attention.o,
             inner=mlp.inner,

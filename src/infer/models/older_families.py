@@ -328,7 +328,7 @@ def read_mpt(architecture: str, reader: ConfigReader) -> ModelConfig:
     given = raw.get("attn_config")
     if given is None:  # of a GGUF file, which has both fields that matter
         given = {name: raw.get(name) for name in ("clip_qkv", "alibi_bias_max")}
-        reader.asked |= given.keys()
+        reader.asked.update(given)
     part = ConfigReader(given if isinstance(given, Mapping) else {}, reader.where)
     for name, supported in _MPT_ATTENTION.items():
         part.only(name, supported, supported[0])
