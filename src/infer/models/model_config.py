@@ -284,7 +284,7 @@ class ModelConfig:
         for name in shared:
             values = {getattr(layer, name) for layer in layers}
             if len(values) > 1:
-                listed = ", ".join(sorted(str(value) for value in values))
+                listed = ", ".join(sorted(map(str, values), key=lambda text: (len(text), text)))
                 raise LoadError(
                     f"{self.architecture}: layers differ in {name} ({listed}); attention is"
                     " computed for layers that have the same"
