@@ -81,6 +81,24 @@ def test_moved_cells(folder: Path, dtype: Any) -> None:
     assert program.decode(tokens_of(7, seed=4), {0}) <= most
 
 
+def test_a_gap_is_refused_where_scores_depend_on_distances(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "bloom")
+    model = load_model(str(tmp_path), dtype="float32", max_seq_len=256)
+    context = Context(model, num_cells=80, max_seqs=2)
+    assert context.decode(Batch.of(tokens_of(30, seed=1))) is DecodeStatus.DONE
+    context.seq_rm(0, 10, 20)
+    before = context.records()
+    more = Batch(8)
+    more.add(7, 30, {0}, True)
+    assert context.decode(more) is DecodeStatus.INVALID_BATCH
+    assert "have a gap" in str(context.last_error)
+    assert context.records() == before
+    context.seq_add(0, 20, -1, -10)
+    more = Batch(8)
+    more.add(7, 20, {0}, True)
+    assert context.decode(more) is DecodeStatus.DONE
+
+
 # A model whose keys are not what its config says.
 
 

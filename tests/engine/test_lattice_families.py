@@ -47,6 +47,9 @@ WINDOWED = {
     "starcoder2": "plain",
     "nemotron": "plain",
     "apertus": "plain",
+    "gemma2": "plain",
+    "falcon": "new decoder architecture",
+    "bloom": "three heads, untied",
 }
 """One shape of each kind of layer."""
 SLOW = {

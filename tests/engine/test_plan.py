@@ -138,6 +138,18 @@ def test_the_plan_is_what_is_built(tmp_path: Path) -> None:
     assert plan.sequences_that_fit() == {100: plan.num_pages // 13}
 
 
+def test_the_plan_says_which_factors_longrope_has(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "phi3", **SHAPES["phi3"]["longrope, long"])
+    for length, wanted in ((2, "short factors"), (64, "long factors")):
+        plan = plan_for(EngineConfig(model=str(tmp_path), max_seq_len=length))
+        said = dict(plan.rows())["positions"]
+        assert wanted in said
+        assert f"a context of {length} tokens" in said
+    write_checkpoint(tmp_path / "plain", "phi3")
+    plain = plan_for(EngineConfig(model=str(tmp_path / "plain")))
+    assert "positions" not in dict(plain.rows())
+
+
 @pytest.mark.parametrize("seats", [1, 3, 32])
 @pytest.mark.parametrize("length", [1, 100, 4096])
 @pytest.mark.parametrize("page_size", [1, 16, 48])

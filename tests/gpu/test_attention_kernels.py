@@ -31,6 +31,8 @@ class Case:
     page: int = 7
     window: int | None = None
     softcap: float | None = None
+    has_slopes: bool = False
+    rounded: float | None = None
     turn: str = "norms"
     """norms, plain, only norms or none"""
     ordered: bool = False
@@ -78,6 +80,7 @@ class Step:
         self.cos, self.sin = angles.cos(), angles.sin()
         self.norms = [torch.rand(case.size, generator=self.numbers) + 0.5 for _ in range(2)]
         self.scale = case.size**-0.5
+        self.slopes = [2.0 ** -(1 + i) for i in range(heads)]
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.numbers).to(self.case.kind)
@@ -104,6 +107,7 @@ class Step:
         backend = TritonBackend(
             [self.keys], [self.values], num_heads=case.heads[0], scale=self.scale,
             windows=[case.window], softcap=case.softcap, ordered=case.ordered,
+            slopes=self.slopes if case.has_slopes else (), rounded=case.rounded,
         )  # fmt: skip
         for name, value in case.backend.items():
             assert hasattr(backend, name)
@@ -145,6 +149,12 @@ class Step:
                 scores = self.case.softcap * (scores / self.case.softcap).tanh()
             position = torch.arange(len(all_k))
             own = position[len(old_k) :, None]
+            slopes = torch.tensor(self.slopes)[:, None, None]
+            if self.case.rounded is not None:
+                products = slopes.bfloat16() * position.bfloat16()
+                scores = scores + products.double() * self.case.rounded
+            elif self.case.has_slopes:
+                scores = scores - slopes.double() * (own - position)
             sees = position <= own
             if self.case.window is not None:
                 sees &= position > own - self.case.window
@@ -196,6 +206,20 @@ def test_a_long_context_is_split_and_merged(device: torch.device) -> None:
 @pytest.mark.parametrize("chunks", [MIXED, DECODE], ids=["mixed", "decode"])
 def test_a_window_and_a_soft_cap(chunks: list[tuple[int, int]], device: torch.device) -> None:
     check(Case(chunks, window=11, softcap=2.0, turn="plain", kind=KINDS[0], page=16), device)
+
+
+@pytest.mark.parametrize("rounded", [None, 0.25], ids=["exact", "rounded"])
+@pytest.mark.parametrize("chunks", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_slopes(chunks: list[tuple[int, int]], rounded: float | None, device: torch.device) -> None:
+    for turn in ("plain", "none"):
+        case = Case(chunks, heads=(4, 2), turn=turn, kind=KINDS[0], has_slopes=True)
+        case.rounded = rounded
+        check(case, device)
+
+
+def test_heads_of_512(device: torch.device) -> None:
+    for chunks in ([(12, 1), (0, 2)], [(12, 1), (3, 1)]):
+        check(Case(chunks, (4, 2), 512, 16, turn="norms", kind=KINDS[0], softcap=4.0), device)
 
 
 @pytest.mark.parametrize(

@@ -342,8 +342,8 @@ class World {
     const long num_pages = pages_ * (long)lengths_.size() + 1;
     Aligned keys(num_pages * s_.page_size * s_.G * cell), values(num_pages * s_.page_size * s_.G * cell);
     std::vector<char> results((size_t)(total_ * s_.H * s_.D * size));
-    void* plan = infer_attention_new(isa, s_.H, s_.G, s_.D, s_.page_size, s_.element, (float)(1 / std::sqrt(s_.D)),
-                                     &s_.window, 1);
+    void* plan = infer_attention_new(isa, s_.H, s_.G, s_.D, s_.page_size, s_.element, (float)(1 / std::sqrt(s_.D)), 0,
+                                     nullptr, 0, &s_.window, 1);
     if (!plan) return {};
     for (long done = 0;; done += chunk) {
       std::vector<int64_t> starts{0}, lengths, slots, tables;
@@ -365,7 +365,7 @@ class World {
       const std::vector<char> q = rows(q_, tokens, s_.H), k = rows(k_, tokens, s_.G), v = rows(v_, tokens, s_.G);
       std::vector<char> out((size_t)((long)tokens.size() * s_.H * s_.D * size));
       infer_attention_attend(plan, 0, keys.at, values.at, q.data(), k.data(), v.data(), out.data(), s_.H * s_.D,
-                             s_.G * s_.D, s_.G * s_.D, nullptr, nullptr, nullptr, nullptr, 0);
+                             s_.G * s_.D, s_.G * s_.D, nullptr, nullptr, nullptr, nullptr, 0, nullptr, nullptr);
       const long row = s_.H * s_.D * size;
       for (size_t t = 0; t < tokens.size(); ++t)
         std::memcpy(results.data() + tokens[t] * row, out.data() + (long)t * row, (size_t)row);
@@ -479,11 +479,11 @@ std::vector<uint16_t> rotated_keys(const char* isa, int D, bool with_norms) {
   for (int t = 0; t < TOKENS; ++t) slots.push_back(t);
   Aligned keys(3 * PAGE * HEADS * D * 2), values(3 * PAGE * HEADS * D * 2);
   std::vector<uint16_t> out((size_t)(TOKENS * HEADS * D));
-  void* plan = infer_attention_new(isa, HEADS, HEADS, D, PAGE, 2, 1.f, &window, 1);
+  void* plan = infer_attention_new(isa, HEADS, HEADS, D, PAGE, 2, 1.f, 0, nullptr, 0, &window, 1);
   infer_attention_plan(plan, 1, starts, lengths, slots.data(), table, 3, 1);
   const float* norms = with_norms ? norm.data() : nullptr;
   infer_attention_attend(plan, 0, keys.at, values.at, q.data(), q.data(), q.data(), out.data(), HEADS * D, HEADS * D,
-                         HEADS * D, cos.data(), sin.data(), norms, norms, 1e-6f);
+                         HEADS * D, cos.data(), sin.data(), norms, norms, 1e-6f, nullptr, nullptr);
   infer_attention_free(plan);
   const uint16_t* found = (const uint16_t*)keys.at;
   return {found, found + TOKENS * HEADS * D};

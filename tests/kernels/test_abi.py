@@ -28,9 +28,10 @@ def test_records_have_no_gaps() -> None:
     sizes = {name: record.size for name, record in loader.records().items()}
     assert sizes == {
         "DrawRow": 48,
-        "LayerAddresses": 48,
+        "RowNorm": 32,
+        "DecoderLayer": 152,
         "CacheAddresses": 24,
-        "AngleAddresses": 16,
+        "AngleAddresses": 24,
     }
     assert loader.records()["DrawRow"].format == "dddQQQ"
 

@@ -67,7 +67,10 @@ def test_old_keys_mean_the_same(case: tuple[str, str]) -> None:
 
 BARE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 HEADS = ("num_attention_heads", "num_key_value_heads")
-OTHERS = ("n_embd", "n_head", "n_layer", "num_heads", "num_layers", "shared_intermediate_size")
+OTHERS = (
+    *("n_embd", "n_head", "n_layer", "num_heads", "num_layers", "shared_intermediate_size"),
+    *("d_model", "n_heads", "n_layers"),
+)
 
 
 def class_default(family: str) -> tuple[dict[str, Any], ModelConfig]:
@@ -118,6 +121,20 @@ FOREIGN = {
     "kv_lora_rank": 512,
     "scale_emb": 12,
     "scale_depth": 1.4,
+    "query_pre_attn_scalar": 96,
+    "rotary_dim": 6,
+    "q_lora_rank": 64,
+    "attention_chunk_size": 8192,
+    "layer_rope_theta": [0, 1e4],
+    "no_rope_layers": [0, 1, 1, 0],
+    "scale_attn_by_inverse_layer_idx": True,
+    "attn_output_gate": True,
+    "new_decoder_architecture": True,
+    "attn_temperature_tuning": True,
+    "apply_residual_connection_post_layernorm": True,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 64,
+    "position_embedding_type": "alibi",
 }
 """Fields that change the mathematics of some family."""
 
@@ -154,7 +171,6 @@ NEEDS = {
     "DeepseekV3ForCausalLM": ("it needs latent attention and a mixture of experts,",),
     "BertModel": ("it needs an encoder,",),
     "T5ForConditionalGeneration": ("it needs an encoder,",),
-    "BloomForCausalLM": ("it needs attention scores with a slope",),
     "LLamaForCausalLm2": ("is not supported (near it: LlamaForCausalLM",),
     "FooBarModel": ("'FooBarModel' is not supported (`infer models` lists the",),
 }

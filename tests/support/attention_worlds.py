@@ -20,6 +20,18 @@ Steps = list[list[tuple[int, int]]]
 BF16, F32 = torch.bfloat16, torch.float32
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What happens to scores beside their factor, as arguments of backends."""
+
+    softcap: float | None = None
+    slopes: tuple[float, ...] = ()
+    rounded: float | None = None
+
+
+PLAIN = Scores()
+
+
 @dataclass
 class World:
     """Inputs of attention: q [n, H, D] and k, v [n, G, D] of each sequence."""
@@ -28,6 +40,7 @@ class World:
     k: list[Tensor]
     v: list[Tensor]
     window: int | None = None
+    scores: Scores = PLAIN
 
     @property
     def lengths(self) -> list[int]:
@@ -38,12 +51,12 @@ class World:
         return self.q[0].shape[-1] ** -0.5
 
     def only(self, i: int) -> World:
-        return World([self.q[i]], [self.k[i]], [self.v[i]], self.window)
+        return World([self.q[i]], [self.k[i]], [self.v[i]], self.window, self.scores)
 
 
 def make_world(
     lengths: list[int], heads: int, groups: int, size: int, dtype: torch.dtype, seed: int = 0,
-    window: int | None = None,
+    window: int | None = None, scores: Scores = PLAIN,
 ) -> World:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
 
@@ -53,7 +66,7 @@ def make_world(
     q, k, v = zip(
         *((draw(n, heads), draw(n, groups), draw(n, groups)) for n in lengths), strict=True
     )
-    return World(list(q), list(k), list(v), window)
+    return World(list(q), list(k), list(v), window, scores)
 
 
 def whole(world: World) -> Steps:
@@ -128,7 +141,10 @@ def run(
     keys[0] = values[0] = 0
     if caches is not None:
         caches += [keys, values]
-    backend = make([keys], [values], num_heads=heads, scale=world.scale, windows=[world.window])
+    own = {} if world.scores == PLAIN else vars(world.scores)
+    backend = make(
+        [keys], [values], num_heads=heads, scale=world.scale, windows=[world.window], **own
+    )
     done = [0] * len(needed)
     rows: list[list[Tensor]] = [[] for _ in needed]
     before = torch.get_num_threads()
@@ -180,7 +196,17 @@ def exact(world: World) -> list[Tensor]:
         rep = q.shape[1] // k.shape[1]
         k, v = (x.double().repeat_interleave(rep, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q.double(), k) * world.scale
-        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        position = torch.arange(len(q))
+        distance = position[:, None] - position
+        if (cap := world.scores.softcap) is not None:
+            scores = cap * (scores / cap).tanh()
+        if world.scores.slopes:
+            slopes = torch.tensor(world.scores.slopes)[:, None, None]
+            if world.scores.rounded is None:
+                scores = scores - slopes * distance
+            else:
+                products = slopes.bfloat16() * position.bfloat16()
+                scores = scores + products.double() * world.scores.rounded
         hidden = distance < 0
         if world.window is not None:
             hidden |= distance >= world.window

@@ -84,6 +84,7 @@ GPT2: dict[str, object] = {
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", SMALL),
     "mistral": ("Mistral", SMALL),
+    "ministral": ("Ministral", {**WINDOWED, "head_dim": 24}),
     "ministral3": (
         "Ministral3",
         {
@@ -130,6 +131,13 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "ernie4_5": ("Ernie4_5", {**FEW, "head_dim": 24}),
     "hunyuan": ("HunYuanDenseV1", {**FEW, "head_dim": 24}),
     "gemma": ("Gemma", {**FEW, "head_dim": 24}),
+    "gemma2": (
+        "Gemma2",
+        {
+            **{**WINDOWED, "head_dim": 24, "query_pre_attn_scalar": 20},
+            **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+        },
+    ),
     "gemma3": (
         "Gemma3Text",
         {
@@ -165,6 +173,21 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "gptj": ("GPTJ", {**GPT2, "rotary_dim": 8}),
     "gpt_neox": ("GPTNeoX", FEW),
     "phi": ("Phi", FEW),
+    "falcon": ("Falcon", FEW),
+    "bloom": (
+        "Bloom",
+        {
+            **{"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+            **{"seq_length": 1024, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID},
+        },
+    ),
+    "mpt": (
+        "Mpt",
+        {
+            **{"vocab_size": VOCAB_SIZE, "d_model": 64, "n_layers": 2, "n_heads": 4},
+            **{"max_seq_len": 1024, "bos_token_id": EOS_ID, "eos_token_id": EOS_ID},
+        },
+    ),
     "opt": ("OPT", {**FEW, "ffn_dim": 112}),
 }
 """Family → (prefix of transformers' class names, a small shape)."""
@@ -176,9 +199,9 @@ VISIONS: dict[str, dict[str, object]] = {
     "gemma3_vl": {**VISION, "num_hidden_layers": 1, "model_type": "siglip_vision_model"},
 }
 """Multimodal families: the shape of the part for images; the small shape is that of the text."""
-ONE_MORE = ("gemma", "gemma3", "gemma3_vl", "nemotron")
+ONE_MORE = ("gemma", "gemma2", "gemma3", "gemma3_vl", "nemotron")
 """Families whose norms multiply by 1 + w."""
-UNCHATTED = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "gpt_neox", "opt")
+UNCHATTED = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "gpt_neox", "bloom", "mpt", "opt")
 """Families before chats."""
 
 

@@ -105,6 +105,8 @@ class DenseCells(SetCells):
                 keys = rotate(keys, cos, sin)
             if turn is not None and turn.factor is not None:
                 q = q * turn.factor
+            if turn is not None and turn.growth is not None:
+                q = q * turn.growth[:, None, None]
             distance = at[-len(new) :, None] - at[None, :]
             mask = torch.tensor(shared) & (distance >= 0)
             if window is not None:
@@ -112,6 +114,16 @@ class DenseCells(SetCells):
             rep = q.shape[1] // keys.shape[1]
             keys, values = (x.repeat_interleave(rep, dim=1) for x in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", q, keys) * config.layer(layer).attention_scale
+            if (cap := config.score_softcap) is not None:
+                scores = cap * torch.tanh(scores / cap)
+            if config.alibi is not None:
+                slopes = torch.tensor(config.alibi.slopes)[:, None, None]
+                if config.alibi.rounded is None:
+                    scores = scores - slopes * distance
+                else:  # of the place among the cells that are seen
+                    place = (mask.int().cumsum(1) - 1).float()
+                    products = (slopes.bfloat16() * place.bfloat16()).float()
+                    scores = scores + products * config.alibi.rounded
             weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
             return torch.einsum("hqk,khd->qhd", weights, values)
 

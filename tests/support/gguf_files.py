@@ -90,8 +90,31 @@ def add_text(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(CHAT_TEMPLATE)
 
 
-ONE_MORE = ("gemma", "gemma3", "nemotron")
+ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")
 """Architectures whose files store 1 + w of norms."""
+
+
+LENGTHS = ("max_position_embeddings", "seq_length", "max_seq_len", "n_positions")
+"""Names of the maximum number of positions."""
+NO_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+
+
+def falcon_groups(config: Any) -> int:
+    """The number of key/value heads."""
+    if config.new_decoder_architecture:
+        return int(config.num_kv_heads)
+    return 1 if config.multi_query else int(config.num_attention_heads)
+
+
+def qkv_apart(data: np.ndarray, arch: str, config: Any, size: int) -> np.ndarray:
+    """The rows of a packed projection in the file's order: all q, then all k, then all v."""
+    heads = groups = config.num_attention_heads
+    if arch == "falcon":
+        groups = falcon_groups(config)
+    each = heads // groups
+    rows = data.reshape(groups, each + 2, size, *data.shape[1:])
+    parts = rows[:, :each], rows[:, each : each + 1], rows[:, each + 1 :]
+    return np.concatenate([part.reshape(-1, *data.shape[1:]) for part in parts])
 
 
 def base_of(rope: Mapping[str, Any], size: int) -> float:
@@ -117,7 +140,16 @@ def add_family_keys(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         writer.add_parallel_residual(config.use_parallel_residual)
     if arch == "granitehybrid":
         writer.add_bool(f"{arch}.rope.scaling.finetuned", config.position_embedding_type == "rope")
-    rope = config.rope_parameters
+    if arch == "gemma2":
+        writer.add_sliding_window(config.sliding_window)
+        if config.attn_logit_softcapping:
+            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "mpt":
+        writer.add_max_alibi_bias(config.attn_config.alibi_bias_max)
+        if config.attn_config.clip_qkv:
+            writer.add_clamp_kqv(config.attn_config.clip_qkv)
+    rope = getattr(config, "rope_parameters", None) or NO_ROPE
     if rope.get("rope_type") == "longrope":
         for name in ("long", "short"):
             factors = np.array(rope[f"{name}_factor"], np.float32)
@@ -138,6 +170,9 @@ def parts_of(names: Any, name: str, data: np.ndarray) -> list[tuple[str, np.ndar
         return [(f"blk.{layer}.ffn_gate.weight", gate), (f"blk.{layer}.ffn_up.weight", up)]
     name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
     written = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    if written is None:  # the converter takes Bloom's prefix away
+        short = name.removeprefix("transformer.")
+        written = names.get_name(short, try_suffixes=(".weight", ".bias"))
     assert written is not None, name
     return [(written, data)]
 
@@ -159,21 +194,28 @@ def write(
     """
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_context_length(config.max_position_embeddings)
+    longest = next(n for n in LENGTHS if getattr(config, n, None))
+    writer.add_context_length(getattr(config, longest))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     inner = "shared_intermediate_size" if arch == "granitehybrid" else "intermediate_size"
-    writer.add_feed_forward_length(getattr(config, inner))
+    inner = "ffn_hidden_size" if arch == "falcon" else inner
+    writer.add_feed_forward_length(getattr(config, inner, None) or 4 * config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
+    groups = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    if arch == "falcon":
+        groups = falcon_groups(config)
+    if arch == "starcoder":
+        groups = 1
     if arch != "gptneox":
-        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_head_count_kv(groups)
     key, field = GGUF_FAMILIES[arch].eps
     writer.add_float32(f"{arch}.{key}", getattr(config, field, 1e-5))
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if size * config.num_attention_heads != config.hidden_size:
         writer.add_key_length(size)
         writer.add_value_length(size)
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or NO_ROPE
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(base_of(rope, size))
     writer.add_rope_dimension_count(int(size * rope.get("partial_rotary_factor", 1)))
@@ -202,7 +244,13 @@ def write(
         next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch),
         config.num_hidden_layers,
     )
+    if arch == "apertus":
+        each = [layer.mlp.act_fn for layer in model.model.layers]
+        writer.add_xielu_alpha_p([act.alpha_p.item() for act in each])
+        writer.add_xielu_alpha_n([act.alpha_n.item() for act in each])
     for name, parameter in model.named_parameters():
+        if ".act_fn." in name:
+            continue
         values = parameter.detach().numpy()
         order = None
         if GGUF_FAMILIES[arch].pairs and (".q_proj" in name or ".k_proj" in name):
@@ -216,8 +264,7 @@ def write(
         else:
             data = gguf.quants.quantize(values + np.float32(shift), stored)
         if "query_key_value" in name:  # the file has all q, then all k, then all v
-            apart = data.reshape(config.num_attention_heads, 3, size, *data.shape[1:])
-            data, seen_as = np.ascontiguousarray(apart.swapaxes(0, 1)).reshape(data.shape), data
+            data, seen_as = qkv_apart(data, arch, config, size), data
         else:
             seen_as = data
         for written, part in parts_of(names, name, data):

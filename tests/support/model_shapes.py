@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from infer.models.registry import ARCHITECTURES, Architecture
+from tests.support.checkpoints import architecture_of
+
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5000.0,
@@ -101,6 +104,7 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         },
         "untied, three shards": {"tie_word_embeddings": False, "shard_bytes": 450_000},
     },
+    "ministral": {"plain": {}, "own pattern": {"layer_types": [FULL, SLIDING, FULL]}},
     "ministral3": {"plain": {}, "tied, one kv head": {**TIED, "num_key_value_heads": 1}},
     "mistral3": {"plain": {}, "of Ministral 3": {"model_type": "ministral3", "head_dim": 24}},
     "qwen2_vl": {"plain": {}},
@@ -179,6 +183,15 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "gemma": {"plain": {}},
+    "gemma2": {
+        "plain": {},
+        "no caps, one kv head, own pattern": {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "num_key_value_heads": 1,
+            "layer_types": [FULL, SLIDING, SLIDING],
+        },
+    },
     "cohere": {
         "plain": {},
         "q/k norms, biases": {"use_qk_norm": True, **ATTENTION_BIAS},
@@ -230,14 +243,47 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "plain": {},
         "one kv head, all of a head rotates": {"num_key_value_heads": 1, **WHOLLY},
     },
+    "falcon": {
+        "plain": {},
+        "new decoder architecture": {"new_decoder_architecture": True, "num_kv_heads": 2},
+        "of Falcon 2, untied": {
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+            "ffn_hidden_size": 96,
+            **UNTIED,
+        },
+        "ALiBi, biases, sequential": {
+            "alibi": True,
+            "bias": True,
+            "parallel_attn": False,
+            "multi_query": False,
+        },
+    },
+    "bloom": {"plain": {}, "three heads, untied": {"n_head": 3, "hidden_size": 96, **UNTIED}},
+    "mpt": {
+        "plain": {},
+        "six heads, clipped, own scale": {
+            "n_heads": 6,
+            "d_model": 96,
+            "attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.3},
+        },
+    },
     "opt": {"plain": {}, "no biases, untied": {"enable_bias": False, **UNTIED}},
 }
 
-STACKED = (
-    *("llama", "mistral", "mistral3", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_vl"),
-    *("smollm3", "phi3", "seed_oss", "glm", "ernie4_5", "gemma"),
-)
-"""Families whose layers the native stack computes; of the others it is refused."""
+LOOPED = frozenset({("cohere", "q/k norms, biases")})
+"""Shapes that the native stack does not compute, of families whose decoder is the common one."""
+
+
+def is_stacked(family: str, shape: str) -> bool:
+    """Whether the native stack computes the layers of a shape."""
+    has_stack = ARCHITECTURES[architecture_of(family)].decoder == Architecture.decoder
+    return has_stack and (family, shape) not in LOOPED
+
+
+STACKED = tuple(name for name in SHAPES if is_stacked(name, next(iter(SHAPES[name]))))
+"""Families whose layers the native stack computes, in most of their shapes."""
 FIRST = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2")
 """Families that stand for the others where a test runs every way of every shape; of the others,
 most ways are `slow`."""

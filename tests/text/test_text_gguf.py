@@ -269,6 +269,11 @@ def test_refusals(changes: dict[str, Any], message: str, metadata: dict[str, Any
     [
         ("tekken", ["Hello", "World", " ", "1", "2", "3", "!/\n", "don", "'t", " ÉTÉs"]),
         ("smaug-bpe", ["HelloWorld", " ", "123", "!/\n", "don", "'t", " ÉTÉs"]),
+        ("falcon", ["HelloWorld", " ", "123", "!/", "\n", "don", "'", "t", " ÉTÉs"]),
+        ("bloom", ["HelloWorld", " 123", "!", "/", "\n", "don't", " ÉTÉs"]),
+        ("seed-coder", ["HelloWorld", " ", "1", "2", "3", "!/", "\n", "don", "'t", " ÉTÉs"]),
+        ("stablelm2", ["HelloWorld", " ", "1", "2", "3", "!/\n", "don", "'t", " ÉTÉs"]),
+        ("hunyuan-dense", ["HelloWorld", " ", "123", "!/\n", "don", "'t", " ÉTÉs"]),
         ("starcoder", ["HelloWorld", " ", "1", "2", "3", "!/", "\n", "don", "'t", " ÉTÉs"]),
     ],
 )

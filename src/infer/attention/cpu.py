@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from infer.attention.layout import BatchLayout
+from infer.attention.layout import BatchLayout, held_slopes
 from infer.kernels import loader
 from infer.kernels.invariance import linears
 from infer.kernels.layer_stack import LayerStack
@@ -25,7 +25,7 @@ from infer.kernels.linear import NativeLinear
 from infer.kernels.rotary import Angles, QKRotation
 from infer.kernels.team import ForKernels, WithTorch, num_threads
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 """Maximum size of a head that the kernel supports."""
 
 
@@ -54,14 +54,17 @@ class NativeBackend:
         *,
         num_heads: int,
         scale: float,
+        softcap: float | None = None,
+        slopes: Sequence[float] = (),
+        rounded: float | None = None,
         windows: Sequence[int | None] = (),
     ) -> None:
         """`keys`, `values`: the KV cache of each layer, [pages, page_size, G, D].
 
         In int8 they are [pages, page_size, G, D + 4], and queries are bfloat16. The order of the
-        bytes within a page depends on the instruction set. `scale`: factor of attention scores.
-        `windows`: for each layer the number of positions that a query sees, its own included; None:
-        all. `ValueError` with the reason if the kernel cannot be used.
+        bytes within a page depends on the instruction set. The other arguments are those of
+        `AttentionArguments`; `windows` may be (): none. `ValueError` with the reason if the kernel
+        cannot be used.
         """
         _, page_size, num_kv_heads, head_dim = keys[0].shape
         self._dtype = held = keys[0].dtype
@@ -81,10 +84,11 @@ class NativeBackend:
         self._head_dim = head_dim
         self.isa = loader.chosen_instruction_set()
         self._library = loader.loaded()
-        numbers = array("q", distinct)
+        numbers, kept = array("q", distinct), held_slopes(slopes, rounded)
         self._handle = self._library.infer_attention_new(
             *(self.isa.encode(), num_heads, num_kv_heads, head_dim, page_size, held.itemsize),
-            *(scale, *numbers.buffer_info()),
+            *(scale, softcap or 0.0, kept.data_ptr() if slopes else None),
+            *(rounded or 0.0, *numbers.buffer_info()),
         )
         weakref.finalize(self, self._library.infer_attention_free, self._handle)
         self._attend = functools.partial(self._library.infer_attention_attend, self._handle)
@@ -106,20 +110,26 @@ class NativeBackend:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
     ) -> Tensor:
         """Rotate q and k, store k, v [T, G, D] in the cache, attend: q [T, H, D] → [T, H, D]."""
-        if turn is not None and (self._dtype != torch.bfloat16 or turn.factor is not None):
+        if turn is not None and self._dtype != torch.bfloat16:
             (q, k), turn = turn(q, k), None
         q, k, v = self._rows(q), self._rows(k), self._rows(v)
         out = torch.empty(q.shape, dtype=self._dtype)
         self._attend(
             *(*self._layers[layer], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
             *(q.stride(0), k.stride(0), v.stride(0)),
-            *((None, None, None, None, 0.0) if turn is None else turn.constants()),
+            *((None, None, None, None, 0.0, None, None) if turn is None else turn.constants()),
         )
         return out
 
-    def through(self, stack: LayerStack, x: Tensor, angles: Sequence[Angles | None]) -> Tensor:
+    def through(
+        self,
+        stack: LayerStack,
+        x: Tensor,
+        angles: Sequence[Angles | None],
+        growth: Tensor | None = None,
+    ) -> Tensor:
         """Compute all layers of a stack in one call; see `AttendsThrough`."""
-        return stack(self._handle, self._table, x, angles)
+        return stack(self._handle, self._table, x, angles, growth)
 
     def _rows(self, x: Tensor) -> Tensor:
         # The kernel takes any stride between tokens, so a slice of a fused projection needs no

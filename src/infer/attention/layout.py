@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from infer.kernels.rotary import QKRotation
@@ -34,6 +35,12 @@ class BatchLayout:
     """Cache cell (page · page_size + offset) of each token's key and value; [T] int64."""
     page_tables: Tensor
     """Page numbers of each sequence, padded with page 0, which holds no data; [B, P] int64."""
+
+
+def held_slopes(slopes: Sequence[float], rounded: float | None) -> Tensor:
+    """The slopes of `Alibi` as backends use them: [H], float32."""
+    held = torch.tensor(list(slopes), dtype=torch.float32)
+    return held if rounded is None else held.bfloat16().float()
 
 
 class AttentionBackend(Protocol):

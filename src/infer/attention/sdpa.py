@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infer.attention.layout import BatchLayout
+from infer.attention.layout import BatchLayout, held_slopes
 from infer.kernels.rotary import QKRotation
 
 TILE = 128
@@ -46,6 +46,10 @@ class _Tiles:
     """Cache cells of the keys; padding has cell 0, which holds no data; [n · s]."""
     mask: Tensor
     """True where a query sees a key; [n, 1, t or t · (H/G), s]."""
+    keys: Tensor
+    """Positions of the keys; [n, s]."""
+    positions: Tensor
+    """Positions of the queries; [n, t]."""
     num_tiles: int
     """Number of tiles, n."""
     num_queries: int
@@ -62,19 +66,25 @@ class SDPABackend:
         *,
         num_heads: int,
         scale: float,
+        softcap: float | None = None,
+        slopes: Sequence[float] = (),
+        rounded: float | None = None,
         windows: Sequence[int | None] = (),
     ) -> None:
         """`keys`, `values`: the KV cache of each layer, [pages, page_size, G, D].
 
-        `scale`: factor of attention scores. `windows`: for each layer the number of positions that
-        a query sees, its own included; None: all.
+        The other arguments are those of `AttentionArguments`; `windows` may be (): none.
         """
         self._windows = list(windows) or [None] * len(keys)
         _, self.page_size, self.num_kv_heads, self.head_dim = keys[0].shape
         self._keys = [cache.view(-1, self.num_kv_heads, self.head_dim) for cache in keys]
         self._values = [cache.view(-1, self.num_kv_heads, self.head_dim) for cache in values]
         self.group_size = num_heads // self.num_kv_heads
-        self.scale = scale
+        self.scale, self.softcap, self.rounded = scale, softcap, rounded
+        shape = (self.num_kv_heads, 1, self.group_size, 1)
+        self._slopes = (
+            held_slopes(slopes, rounded).view(shape).to(keys[0].device) if slopes else None
+        )
         self._device = keys[0].device
         self._slots: Tensor
         # One entry per window: layers with the same window share cells and masks.
@@ -131,6 +141,8 @@ class SDPABackend:
             queries=(rows[:, None] + steps).flatten(),
             cells=cells.flatten(),
             mask=mask[:, None],
+            keys=keys,
+            positions=queries,
             num_tiles=len(members),
             num_queries=num,
         )
@@ -156,5 +168,31 @@ class SDPABackend:
         queries = queries.transpose(1, 2).reshape(n, heads, t * rep, size)
         k = keys.index_select(0, tiles.cells).view(n, -1, heads, size).transpose(1, 2)
         v = values.index_select(0, tiles.cells).view(n, -1, heads, size).transpose(1, 2)
-        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=tiles.mask, scale=self.scale)
+        if self.softcap is not None or self._slopes is not None:
+            out = self._attend_shaped(tiles, queries, k, v)
+        else:
+            out = F.scaled_dot_product_attention(
+                queries, k, v, attn_mask=tiles.mask, scale=self.scale
+            )
         return out.view(n, heads, t, rep, size).transpose(1, 2).reshape(n * t, heads * rep, size)
+
+    def _attend_shaped(self, tiles: _Tiles, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention with a cap of scores or with slopes, in float32.
+
+        q [n, G, t · H/G, D]; k, v [n, G, s, D] → [n, G, t · H/G, D]."""
+        scores = q.float() @ k.float().transpose(-1, -2) * self.scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if self._slopes is not None:
+            scores = scores + self._biases(tiles).flatten(2, 3)
+        weights = scores.masked_fill(~tiles.mask, -torch.inf).softmax(-1)
+        return (weights @ v.float()).to(v.dtype)
+
+    def _biases(self, tiles: _Tiles) -> Tensor:
+        """What is added to scores by slopes: [n, G, t, H/G, s]."""
+        assert self._slopes is not None
+        keys = tiles.keys[:, None, None, None, :]
+        if self.rounded is None:
+            return self._slopes * (keys - tiles.positions[:, None, :, None, None])
+        products = (self._slopes * keys.bfloat16().float()).bfloat16().float()
+        return (products * self.rounded).expand(-1, -1, tiles.num_queries, -1, -1)

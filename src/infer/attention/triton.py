@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from infer.attention.layout import BatchLayout, Items
+from infer.attention.layout import BatchLayout, Items, held_slopes
 from infer.kernels.cuda import has_pdl, interpreting
 from infer.kernels.cuda.attention import ITEM_FIELDS, attend, decode
 from infer.kernels.cuda.launch import launch
@@ -65,6 +65,21 @@ class _Shape:
     """Number of stages of the software pipeline that loads keys and values."""
 
 
+def _shapes_for(size: int) -> tuple[_Shape, _Shape, _Shape, _Shape, _Shape]:
+    """The shapes of short and long tiles, and of decodes of one, few and many sequences.
+
+    `size`: of a head. Measured on an H100, up to heads of 256. The tile sizes keep the number of
+    bytes in flight about the same.
+    """
+    keys = 16 if size > 256 else 32 if size > 128 else 64
+    short = _Shape(SHORT_ROWS, keys, 4, 2 if size > 128 else 3)
+    long = _Shape(64, 32, 4, 2) if size > 128 else _Shape(128, 64, 8, 3)
+    long = _Shape(32, 16, 4, 1) if size > 256 else long
+    lone = _Shape(SHORT_ROWS, keys, 8, 2)
+    few = _Shape(SHORT_ROWS, 128 if size <= 64 else keys, 4, 2)
+    return short, long, lone, few, _Shape(SHORT_ROWS, keys, 4 if size <= 64 else 2, 3)
+
+
 class TritonBackend:
     """The attention backend for CUDA devices. See the module's docstring."""
 
@@ -77,16 +92,17 @@ class TritonBackend:
         *,
         num_heads: int,
         scale: float,
-        windows: Sequence[int | None] = (),
         softcap: float | None = None,
+        slopes: Sequence[float] = (),
+        rounded: float | None = None,
+        windows: Sequence[int | None] = (),
         ordered: bool = False,
     ) -> None:
         """`keys`, `values`: the KV cache of each layer, [pages, page_size, G, D].
 
-        `scale`: factor of attention scores. `windows`: for each layer the number of positions that
-        a query sees, its own included; None: all. `softcap`: cap c of the scores, which become
-        c · tanh(score / c). `ordered`: the batch-invariant mode. `ValueError` if more than 16 query
-        heads share a key head.
+        `ordered`: the batch-invariant mode. The other arguments are those of
+        `AttentionArguments`; `windows` may be (): none. `ValueError` if more than 16 query heads
+        share a key head.
         """
         self._caches = list(zip(keys, values, strict=True))
         per_layer = [window or 0 for window in windows] or [0] * len(keys)
@@ -100,17 +116,14 @@ class TritonBackend:
             raise ValueError(f"{self._rep} query heads share a key head; the kernel takes 16")
         device = keys[0].device
         self._device = device
+        self._slopes = held_slopes(slopes or [0.0], rounded).to(device)
+        self._rounded = rounded or 0.0
+        self._kind_of_slopes = 0 if not slopes else 1 if rounded is None else 2
         on_device = device.type == "cuda"
         count = torch.cuda.get_device_properties(device).multi_processor_count if on_device else 2
         self.num_programs = 4 * count
-        # Measured on an H100. The tile sizes keep the number of bytes in flight about the same.
-        size = self.head_dim
-        keys_ = 32 if size > 128 else 64
-        self._short = _Shape(SHORT_ROWS, keys_, 4, 2 if size > 128 else 3)
-        self._long = _Shape(64, 32, 4, 2) if size > 128 else _Shape(128, 64, 8, 3)
-        self._lone = _Shape(SHORT_ROWS, keys_, 8, 2)
-        self._few = _Shape(SHORT_ROWS, 128 if size <= 64 else keys_, 4, 2)
-        self._crowd = _Shape(SHORT_ROWS, keys_, 4 if size <= 64 else 2, 3)
+        shapes = _shapes_for(self.head_dim)
+        self._short, self._long, self._lone, self._few, self._crowd = shapes
         row_bytes = 4 * num_heads * (self.head_dim + 2)
         rows = PARTIAL_BYTES // row_bytes if on_device else 4096
         self.max_partial_rows = rows
@@ -309,7 +322,7 @@ class TritonBackend:
         q [T, H, D] → [T, H, D].
         """
         keys, values = self._caches[layer]
-        if turn is not None and turn.factor is not None:
+        if turn is not None and turn.scales_queries:
             (q, k), turn = turn(q, k), None
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._decodes and turn is not None and turn.cos is not None:
@@ -361,13 +374,15 @@ class TritonBackend:
         launch(decode, (self._programs(num_rows),))(
             q, k, v, keys, values, self._tables, items, num_items,
             self._partial, self._stats, self._arrived, out, turn.cos, turn.sin, q_norm, k_norm,
-            self.scale, self.softcap or 0.0, window, 0.0 if norms is None else norms.q.eps,
+            self._slopes, self.scale, self.softcap or 0.0, self._rounded, window,
+            0.0 if norms is None else norms.q.eps,
             q.stride(0), k.stride(0), v.stride(0), out.stride(0), self._tables.stride(0),
             turn.cos.stride(0),
             H=self.num_heads, G=self.num_kv_heads, D=self.head_dim,
             BLOCK_D=triton.next_power_of_2(self.head_dim), PAGE=self.page_size,
             ROWS=shape.rows, TILE=shape.tile,
-            WINDOW=window > 0, CAP=self.softcap is not None, NORMS=norms is not None,
+            WINDOW=window > 0, CAP=self.softcap is not None, SLOPES=self._kind_of_slopes,
+            NORMS=norms is not None,
             AHEAD=is_few, PRODUCT=self._product, PRECISION="ieee", PDL=self._pdl,
             num_warps=shape.warps, num_stages=shape.stages, launch_pdl=self._pdl,
         )  # fmt: skip
@@ -387,12 +402,13 @@ class TritonBackend:
         launch(attend, (self.num_programs if is_short else self.num_programs // 2,))(
             q, keys, values, self._tables, items, num_items,
             self._partial, self._stats, self._arrived, out,
-            self.scale, self.softcap or 0.0, window,
+            self._slopes, self.scale, self.softcap or 0.0, self._rounded, window,
             q.stride(0), out.stride(0), self._tables.stride(0),
             H=self.num_heads, G=self.num_kv_heads, D=self.head_dim,
             BLOCK_D=triton.next_power_of_2(self.head_dim), PAGE=self.page_size,
             ROWS=shape.rows, TILE=shape.tile, SPLIT=ORDERED_SPLIT,
-            WINDOW=window > 0, CAP=self.softcap is not None, PARTS=is_short, ORDERED=self.ordered,
+            WINDOW=window > 0, CAP=self.softcap is not None, SLOPES=self._kind_of_slopes,
+            PARTS=is_short, ORDERED=self.ordered,
             PRODUCT=self._product, PRECISION="ieee", PDL=self._pdl,
             num_warps=shape.warps, num_stages=shape.stages, launch_pdl=self._pdl,
         )  # fmt: skip

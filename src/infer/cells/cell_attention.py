@@ -14,6 +14,7 @@ from torch import Tensor
 
 from infer.attention.layout import AttentionBackend
 from infer.cells.visibility import PartLayout
+from infer.errors import RequestError
 from infer.kernels.rotary import QKRotation, rotate
 from infer.models.model import Attend, Model
 from infer.models.model_config import ModelConfig
@@ -35,6 +36,7 @@ class CellAttention:
     def __init__(self, config: ModelConfig, make: MakeBackend) -> None:
         """`make`: makes backends over one storage."""
         self._window_of = [layer.window for layer in config.layers()]
+        self._has_slopes = config.alibi is not None
         self.windows = sorted({window for window in self._window_of if window is not None})
         """Distinct windows of the layers, in positions."""
         self.backend = make(self._window_of)
@@ -42,7 +44,17 @@ class CellAttention:
         self._exact = {window: make([None] * config.num_layers) for window in self.windows}
 
     def plan(self, part: PartLayout) -> Attend:
-        """Prepare for a part of a batch; returns the callable that the model attends with."""
+        """Prepare for a part of a batch; returns the callable that the model attends with.
+
+        Raises `RequestError` for a gap among positions if scores depend on distances (ALiBi):
+        attention counts distances in cells."""
+        if self._has_slopes and not part.is_gapless:
+            raise RequestError(
+                "the positions of a sequence have a gap, or one is there twice, and the model's"
+                " attention scores depend on distances (ALiBi): close the gap (seq_add), or decode"
+                " the tokens again",
+                param="pos",
+            )
         self.backend.plan(part.layout)
         if not part.by_window:
             return self.backend

@@ -136,6 +136,8 @@ class Context:
             )
         try:
             self._compute(checked, abort)
+        except RequestError as error:
+            return DecodeStatus.INVALID_BATCH, error
         except _Abort:
             return DecodeStatus.ABORTED, CancelledError("the callback stopped the decode")
         except MemoryError:

@@ -35,6 +35,8 @@ class PartLayout:
     """Layout for layers without a window, and for all layers if `by_window` is empty."""
     by_window: dict[int, BatchLayout]
     """Layout for the layers of each window, with one token in each of its sequences."""
+    is_gapless: bool = True
+    """Whether the positions of every run's cells are consecutive, none twice."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +86,7 @@ class Visibility:
         if runs.is_gapless:
             return PartLayout(runs.order, layout, {})
         by_window = {window: self._exact(runs, window, layout) for window in windows}
-        return PartLayout(runs.order, layout, by_window)
+        return PartLayout(runs.order, layout, by_window, is_gapless=False)
 
     def _runs(self, first: int, end: int) -> _Runs:
         group, index = self._group[first:end], self._index[first:end]

@@ -26,14 +26,36 @@ struct DrawRow {
   uint64_t position;  // of the token that is drawn
 };
 
-// The linear layers of a decoder layer, and the norms [D] of its heads, or null.
-struct LayerAddresses {
+// A norm of rows of n numbers: RMSNorm, or LayerNorm where the mean is removed. weight, bias [n]: may be null.
+struct RowNorm {
+  const float* weight;
+  const float* bias;
+  double eps;
+  int64_t is_centred;
+};
+
+// A decoder layer: its linear layers; the norms [D] of its heads, the factor [D] of its rotated queries, and the norms
+// of rows that are not part of a linear layer, each of which may be null.
+struct DecoderLayer {
   void* qkv;
   void* o;
-  void* gate_up;
+  void* inner;  // gate and up, or up
   void* down;
   const float* q_norm;
   const float* k_norm;
+  const float* q_factor;
+  const struct RowNorm* before_attention;
+  const struct RowNorm* before_mlp;  // of a parallel block without it, both read the same rows
+  const struct RowNorm* after_attention;
+  const struct RowNorm* after_mlp;
+  const struct RowNorm* all_queries;  // over all heads together
+  const struct RowNorm* all_keys;
+  double residual_scale;  // factor of what attention and the MLP add
+  double clip;            // largest magnitude of q, k and v; 0: any
+  int64_t is_parallel;    // whether the MLP reads what attention reads
+  int64_t activation;     // that `inner` does not compute: a number of infer_activate, or -1
+  double positive;        // the learned numbers of xIELU
+  double negative;
 };
 
 // The KV cache of a decoder layer; `window` is an index among those of the attention plan.
@@ -43,10 +65,12 @@ struct CacheAddresses {
   void* values;
 };
 
-// Cosines and sines [T, D / 2] by which a decoder layer rotates; null: it does not rotate.
+// Cosines and sines [T, D / 2] by which a decoder layer rotates, and the factors [T] of its rotated queries; null: it
+// has none.
 struct AngleAddresses {
   const float* cos;
   const float* sin;
+  const float* growth;
 };
 
 // The digest of this file with which the library was built.
@@ -82,10 +106,12 @@ void infer_use_openmp(void* parallel);
 int infer_company(int64_t* numbers);
 
 // A plan of attention over a paged cache. `element`: bytes of a number in the caches; 1: int8, of 64, 128 or
-// 256 numbers a head and pages of strips (attention_bytes.h), with everything else in bfloat16. `windows`
-// [num_windows]: 0 = none. Null if the instruction set does not have it.
+// 256 numbers a head and pages of strips (attention_bytes.h), with everything else in bfloat16. `cap`: scores become cap · tanh(score / cap); 0:
+// none. `slopes` [H], copied: a key n positions before a query has its score lowered by slope · n; null: none.
+// `rounded`: if not 0, the key at position j has rounded · slope · j added instead, with slope · j in bfloat16.
+// `windows` [num_windows]: 0 = none. Null if the instruction set does not have it.
 void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_size, int element, float scale,
-                          const int64_t* windows, int num_windows);
+                          float cap, const float* slopes, float rounded, const int64_t* windows, int num_windows);
 void infer_attention_free(void* plan);
 
 // Divides a step into work items and returns their number. starts [B + 1], lengths [B], slots [T],
@@ -95,10 +121,12 @@ int infer_attention_plan(void* plan, int B, const int64_t* starts, const int64_t
 
 // One layer of the planned step: writes k, v to their cells, then attends. Strides are elements from token to
 // token. When q and k are read (bfloat16 only), their heads are normalised if there are norms [D], and then rotated
-// if there are `cos` and `sin` [T, D / 2]; each of them may be null.
+// if there are `cos` and `sin` [T, D / 2]; the queries are then multiplied by `q_factor` [D] and `growth` [T]. Each of
+// them may be null.
 void infer_attention_attend(void* plan, int window, void* keys, void* values, const void* q, const void* k,
                             const void* v, void* out, long q_stride, long k_stride, long v_stride, const float* cos,
-                            const float* sin, const float* q_norm, const float* k_norm, float eps);
+                            const float* sin, const float* q_norm, const float* k_norm, float eps,
+                            const float* q_factor, const float* growth);
 
 // Whether an instruction set has linear layers and runs here within the limit of infer_set_isa.
 int infer_linear_runs_here(const char* isa_name);
@@ -154,9 +182,17 @@ void infer_draw(const float* rows, const float* tops, long stride, long n, long 
 void infer_sample(const float* rows, long stride, long n, const struct DrawRow* wanted, long count, int64_t* tokens,
                   int threads);
 
+// Rows x [M, n], x_stride elements apart → y = residual + scale · norm(x), y_stride apart, rounded once. norm: null is
+// none; residual [M, n]: may be null, and y may be x or the residual.
+void infer_norm_rows(const struct RowNorm* norm, const uint16_t* x, long x_stride, const uint16_t* residual,
+                     float scale, uint16_t* y, long y_stride, long M, long n, int threads);
+
+// x [n] becomes act(x): 0 = SiLU, 1 = GELU by tanh, 2 = GELU, 3 = ReLU, 4 = its square, 5 = xIELU of the numbers.
+void infer_activate(int activation, float positive, float negative, uint16_t* x, long n, int threads);
+
 // All layers of a decoder: x [T, hidden] → y [T, hidden]. `q_size`, `kv_size`: columns of q, and of k or v, in a
 // layer's qkv; `inner`: of the gate's result; `eps`: of the heads' norms. The plan must be of this step.
-void infer_layers(void* plan, const struct LayerAddresses* layers, const struct CacheAddresses* caches,
+void infer_layers(void* plan, const struct DecoderLayer* layers, const struct CacheAddresses* caches,
                   const struct AngleAddresses* angles, int num_layers, float eps, const uint16_t* x, uint16_t* y,
                   long num_tokens, long hidden, long q_size, long kv_size, long inner, int threads);
 
@@ -166,8 +202,8 @@ uint64_t infer_read(const char* from, long bytes, int threads);
 #ifdef __cplusplus
 }
 
-static_assert(sizeof(struct DrawRow) == 48 && sizeof(struct LayerAddresses) == 48 &&
-                  sizeof(struct CacheAddresses) == 24 && sizeof(struct AngleAddresses) == 16,
+static_assert(sizeof(struct DrawRow) == 48 && sizeof(struct RowNorm) == 32 && sizeof(struct DecoderLayer) == 152 &&
+                  sizeof(struct CacheAddresses) == 24 && sizeof(struct AngleAddresses) == 24,
               "the loader lays records out without gaps");
 static_assert(sizeof(long) == 8 && sizeof(void*) == 8, "the loader takes a long for 64 bits");
 #endif

@@ -46,7 +46,8 @@ struct AttentionPlan {
   bool strips;
   int H, G, D, element;
   long page_size;
-  float scale;
+  float scale, cap, rounded;
+  std::vector<float> slopes;  // empty: none
   std::vector<int64_t> windows;
   // Of the step that was planned last:
   int threads = 1;
@@ -156,7 +157,8 @@ size_t cut_step(const AttentionPlan& e, Cut& cut, int64_t window, int B, const i
   const int most = tokens_together(e);
   std::vector<Item> whole;
   for (int s = 0; s < B; ++s) {
-    if (!window && starts[s + 1] - starts[s] == 1) {
+    // With slopes, the members of a shared item would need a position each.
+    if (!window && e.slopes.empty() && starts[s + 1] - starts[s] == 1) {
       Item item{};
       const int members = shared_from(e, s, B, starts, lengths, item.position);
       if (members > 1) {
@@ -260,12 +262,15 @@ void read_cells(void* data) {
 extern "C" {
 
 void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_size, int element, float scale,
-                          const int64_t* windows, int num_windows) {
+                          float cap, const float* slopes, float rounded, const int64_t* windows, int num_windows) {
+  constexpr float LOG2_E = 1.4426950408889634f;
   const IsaKernels* isa = usable_isa(isa_name);
   if (!isa) return nullptr;
   const bool strips = element == 1 || (element == 2 && isa->strips && D % 16 == 0 && page_size % STRIP == 0);
   const RunItem run = element == 1 ? isa->int8 : strips ? isa->strips : element == 2 ? isa->bfloat16 : isa->float32;
   if (!run) return nullptr;
+  std::vector<float> kept(slopes, slopes ? slopes + H : slopes);
+  for (float& slope : kept) slope *= rounded ? 1.f : LOG2_E;
   return new AttentionPlan{*isa,
                            run,
                            element == 1 ? isa->write_int8 : isa->write_strip,
@@ -276,7 +281,10 @@ void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_s
                            D,
                            element,
                            page_size,
-                           scale * 1.4426950408889634f,
+                           scale * LOG2_E,
+                           cap * LOG2_E,
+                           rounded * LOG2_E,
+                           std::move(kept),
                            {windows, windows + num_windows}};
 }
 
@@ -303,10 +311,11 @@ int infer_attention_plan(void* plan, int B, const int64_t* starts, const int64_t
 
 void infer_attention_attend(void* plan, int window, void* keys, void* values, const void* q, const void* k,
                             const void* v, void* out, long q_stride, long k_stride, long v_stride, const float* cos,
-                            const float* sin, const float* q_norm, const float* k_norm, float eps) {
+                            const float* sin, const float* q_norm, const float* k_norm, float eps,
+                            const float* q_factor, const float* growth) {
   AttentionPlan& e = *(AttentionPlan*)plan;
-  const rotary::Rotation rotation{cos, sin, {q_norm, k_norm}, e.D, eps};
-  const rotary::Rotation* turned = cos || q_norm ? &rotation : nullptr;
+  const rotary::Rotation rotation{cos, sin, {q_norm, k_norm}, q_factor, growth, e.D, eps};
+  const rotary::Rotation* turned = cos || q_norm || q_factor || growth ? &rotation : nullptr;
   Cut& cut = e.cuts[window];
   const bool bytes = e.element == 1;
   const long element = bytes ? 2 : e.element, strip = e.strips ? STRIP : 1;
@@ -354,6 +363,10 @@ void infer_attention_attend(void* plan, int window, void* keys, void* values, co
   call.D = e.D;
   call.rep = e.H / e.G;
   call.scale = e.scale;
+  call.cap = e.cap;
+  call.rounded = e.rounded;
+  call.slopes = e.slopes.empty() ? nullptr : e.slopes.data();
+  call.shapes_scores = call.cap || call.slopes;
   const bool tiny = cut.cost < 20000;  // less than waking a thread
   const int threads = tiny ? 1 : (int)std::min<size_t>(e.threads, cut.items.size());
   Reading reading{&call, &cut.items, &e, threads};

@@ -12,7 +12,7 @@
 namespace attention {
 
 constexpr int BLOCK = 128;          // at most: keys that are scored together, from a multiple of LayerCall::block
-constexpr int MOST_DIM = 256;       // attention.cpu asks for no more
+constexpr int MOST_DIM = 512;       // attention.cpu asks for no more
 constexpr int ROW_BLOCK = 16;       // rows of a head that meet a block together, at most
 constexpr int STRIP = 16;           // cells that lie as one, head by head, in a cache that products read as it lies
 constexpr int SEGMENT = 512;        // keys whose partial result may come from another thread
@@ -60,12 +60,15 @@ struct LayerCall {  // one layer of one step
   int64_t window;                // 0: all
   int H, D, rep, padded, block;  // rep = H / G; padded = D up to a multiple of 32
   float scale;                   // times log2(e)
+  float cap, rounded;            // times log2(e); 0: none
+  const float* slopes;           // [H], times log2(e) unless they are of rounded products; null: none
+  bool shapes_scores;            // by a cap or slopes
 };
 
 inline long state_words_of(int D) { return round_up(D, 32) + 16; }                  // of a row; its maximum lies apart
 inline long state_size(int D, int rows) { return rows * (state_words_of(D) + 1); }  // of a head
 
-alignas(64) const char ZEROS[8192] = {};  // stands for the cells behind the end
+alignas(64) const char ZEROS[16384] = {};  // stands for the cells behind the end
 
 // Where the keys of one block lie, and an item's heads in them.
 struct Cells {
@@ -174,6 +177,7 @@ struct RowBlock {  // a few rows of one head, and the block that they meet
   float *state, *greatest;
   int64_t first;               // position of the block's first key
   int rows, row, count, keys;  // rows: of the item; keys: of the block that some row sees, up to a multiple of 32
+  int group;                   // of heads
 };
 struct Buffers {
   Cells cells;

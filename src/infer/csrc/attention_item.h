@@ -54,12 +54,52 @@ INLINE void pack_block(const LayerCall& call, int group, int n, bool with_keys, 
   }
 }
 
+INLINE vf rounded_to_bfloat16(vf x) {
+  const vi bits = (vi)x;
+  return (vf)((bits + 0x7fff + (bits >> 16 & 1)) & -65536);
+}
+
+// cap · tanh(x / cap). NaN stays NaN.
+INLINE vf capped(vf x, float cap) {
+  const vf size = (vf)((vi)x & 0x7fffffff);
+  const vf power = exp2_vf<true>(size * set1(-2.885390082f / cap));  // exp(-2 · size / cap)
+  const vf y = (set1(1.f) - power) / (set1(1.f) + power) * set1(cap);
+  return (vf)((vi)y | ((vi)x & ~0x7fffffff));
+}
+
+// Scores become what the softmax takes, so that `scale` is 1 from then on: under a cap, and lowered by distance.
+inline void shape_scores(const LayerCall& call, const Item& item, const RowBlock& some, float* scores, float* scale) {
+  alignas(64) static const float LANES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const vf lanes = load(LANES);
+  for (int i = 0; i < some.count; ++i) {
+    float* row = scores + (long)i * call.block;
+    const int at = some.row + i;
+    const int64_t position = item.position + at / call.rep;
+    const vf slope = set1(call.slopes ? call.slopes[some.group * call.rep + at % call.rep] : 0.f);
+    for (int j = 0; j < some.keys; j += W) {
+      vf x = load(row + j) * set1(scale[i]);
+      if (call.cap) x = capped(x, call.cap);
+      if (call.slopes && call.rounded)
+        x = fma(rounded_to_bfloat16(slope * rounded_to_bfloat16(lanes + set1((float)(some.first + j)))),
+                set1(call.rounded), x);
+      else if (call.slopes)
+        x = fma(slope, lanes + set1((float)(some.first + j - position)), x);
+      store(row + j, x);
+    }
+    scale[i] = 1.f;
+  }
+}
+
 // From scores to P, and into `alpha` what earlier sums count from now on.
 template <class M>
 INLINE void soften_rows(const LayerCall& call, const Item& item, const RowBlock& some, Buffers& at, float* alpha) {
   float* scores = at.scores;
   const int n = some.keys;
   const int64_t first = some.first;
+  float scale[ROW_BLOCK];
+  std::fill_n(scale, ROW_BLOCK, call.scale);
+  if constexpr (M::BYTES) M::scales(call, some, scale);
+  if (call.shapes_scores) shape_scores(call, item, some, scores, scale);
   const int64_t low = item.position + some.row / call.rep;
   const int64_t high = item.position + (some.row + some.count - 1) / call.rep;
   const bool partly = low < first + n - 1 || (call.window && high - call.window + 1 > first);
@@ -72,9 +112,6 @@ INLINE void soften_rows(const LayerCall& call, const Item& item, const RowBlock&
       for (int64_t j = position + 1 < first ? 0 : position + 1 - first; j < n; ++j) row[j] = -INFINITY;
     }
   float now[ROW_BLOCK];
-  float scale[ROW_BLOCK];
-  std::fill_n(scale, ROW_BLOCK, call.scale);
-  if constexpr (M::BYTES) M::scales(call, some, scale);
 #if VECTOR_WIDTH == 16
   const __mmask16 rows = (__mmask16)((1 << some.count) - 1);
   vf most[ROW_BLOCK];
@@ -101,7 +138,7 @@ INLINE void soften_rows(const LayerCall& call, const Item& item, const RowBlock&
     if constexpr (M::BYTES)
       M::weigh_row(row, n, scale[i], now[i], alpha[i], lanes, at.keys, i);
     else
-      weigh_row<M>(row, n, call.scale, now[i], alpha[i], lanes);
+      weigh_row<M>(row, n, scale[i], now[i], alpha[i], lanes);
   }
 }
 
@@ -128,7 +165,8 @@ void attend_block(const LayerCall& call, const Item& item, Buffers& at, Prefetch
                           rows,
                           r,
                           count,
-                          high - first + 1 < n ? round_up((int)(high - first + 1), 32) : n};
+                          high - first + 1 < n ? round_up((int)(high - first + 1), 32) : n,
+                          item.group + g};
       float alpha[ROW_BLOCK];
       if constexpr (M::DIRECT) {
         M::scores(call, some, at.cells, call.keys + (item.group + g) * call.head_bytes, at.scores, prefetcher);
@@ -245,7 +283,7 @@ void run_item(const LayerCall& call, const Item& item, const Item* next, Scratch
       }
     }
     if (M::takes_raw_keys(call, rows)) {
-      uint32_t *packed = to - rows * words, *turned = (uint32_t*)at.scores;
+      uint32_t *packed = to - rows * words, *turned = (uint32_t*)at.total;
       for (int r = 0; r < rows; ++r)
         for (int i = 0; i < words; ++i) turned[i * rows + r] = packed[r * words + i];
       std::copy_n(turned, rows * words, packed);

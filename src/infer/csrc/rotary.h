@@ -9,6 +9,8 @@ namespace rotary {
 struct Rotation {
   const float *cos, *sin;  // [tokens, dim / 2]; null: no rotation
   const float* norms[2];   // of q and of k, [dim]; null: none
+  const float* factor;     // of rotated queries, [dim]; null: none
+  const float* growth;     // of rotated queries, [tokens]; null: none
   long dim;
   float eps;
 };

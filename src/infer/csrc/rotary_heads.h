@@ -69,7 +69,11 @@ INLINE float norm_factor(const Rotation& r, const uint16_t* x) {
 // The norm's result is bfloat16 in the models' own code; so it is here.
 INLINE Floats normed(Floats x, float factor, Floats norm) { return widened(narrowed(x * factor * norm)); }
 
-INLINE void rotate(const Rotation& r, const uint16_t* from, uint16_t* to, long token, const float* norm, float factor) {
+// What is left of numbers in bfloat16 behind a product.
+INLINE Floats times(Floats x, Floats factor) { return widened(narrowed(x)) * factor; }
+
+INLINE void rotate(const Rotation& r, const uint16_t* from, uint16_t* to, long token, const float* norm, float factor,
+                   bool grows) {
   const long half = r.dim / 2;
   for (long i = 0; i < half; i += LANES) {
     const long n = half - i;
@@ -84,6 +88,10 @@ INLINE void rotate(const Rotation& r, const uint16_t* from, uint16_t* to, long t
       second = second * cos + first * sin;
       first = turned;
     }
+    if (grows && r.factor)
+      first = times(first, load(r.factor + i, n)), second = times(second, load(r.factor + half + i, n));
+    if (grows && r.growth)
+      first = times(first, Floats{} + r.growth[token]), second = times(second, Floats{} + r.growth[token]);
     store(to + i, first, n);
     store(to + half + i, second, n);
   }
@@ -91,12 +99,13 @@ INLINE void rotate(const Rotation& r, const uint16_t* from, uint16_t* to, long t
 
 void rotate_heads(const Rotation& r, const uint16_t* from, uint16_t* to, long heads, long token, int which) {
   const float* norm = r.norms[which];
+  const bool grows = which == 0 && (r.factor || r.growth);
   for (; heads > 0; heads -= HEADS, from += HEADS * r.dim, to += HEADS * r.dim) {
     const long count = heads < HEADS ? heads : HEADS;
     float factors[HEADS];
     for (long head = 0; norm && head < count; ++head) factors[head] = norm_factor(r, from + head * r.dim);
     for (long head = 0; head < count; ++head)
-      rotate(r, from + head * r.dim, to + head * r.dim, token, norm, factors[head]);
+      rotate(r, from + head * r.dim, to + head * r.dim, token, norm, factors[head], grows);
   }
 }
 

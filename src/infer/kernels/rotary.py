@@ -49,17 +49,23 @@ class QKRotation:
     norms: HeadNorms | None
     """Norms that are applied before the rotation; None: no norms."""
     factor: Tensor | None = None
-    """Factor of the rotated queries, [D] float32; None: 1. The kernels do not know it."""
+    """Factor of the rotated queries, [D] float32; None: 1. GPU kernels do not know it."""
+    growth: Tensor | None = None
+    """Factor of each token's rotated queries, [T] float32; None: 1. GPU kernels do not know it."""
 
     @classmethod
     def of(
-        cls, angles: Angles | None, norms: HeadNorms | None, factor: Tensor | None = None
+        cls,
+        angles: Angles | None,
+        norms: HeadNorms | None,
+        factor: Tensor | None = None,
+        growth: Tensor | None = None,
     ) -> QKRotation | None:
         """What a layer with these angles and norms passes to attention; None: nothing to do."""
-        if angles is None and norms is None and factor is None:
+        if angles is None and norms is None and factor is None and growth is None:
             return None
         cos, sin = angles or (None, None)
-        return cls(cos, sin, norms, factor)
+        return cls(cos, sin, norms, factor, growth)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise and rotate q [T, H, D] and k [T, G, D] by torch's operations."""
@@ -67,15 +73,26 @@ class QKRotation:
             q, k = self.norms.q(q), self.norms.k(k)
         if self.cos is not None and self.sin is not None:
             q, k = rotate(q, self.cos, self.sin), rotate(k, self.cos, self.sin)
-        return (q if self.factor is None else (q * self.factor).to(q.dtype)), k
+        if self.factor is not None:
+            q = (q * self.factor).to(q.dtype)
+        if self.growth is not None:
+            q = (q * self.growth[:, None, None]).to(q.dtype)
+        return q, k
+
+    @property
+    def scales_queries(self) -> bool:
+        """Whether rotated queries have a factor."""
+        return self.factor is not None or self.growth is not None
 
     def constants(self) -> tuple[int | float | None, ...]:
-        """Arguments of the native kernel: addresses of cos, sin and both norms' weights, and eps.
+        """Arguments of the native kernel: addresses of cos, sin and both norms' weights, eps, and
+        addresses of the factors.
 
         The addresses of what the layer does not have are None.
         """
         angles = [None if each is None else each.data_ptr() for each in (self.cos, self.sin)]
+        factors = [None if x is None else x.data_ptr() for x in (self.factor, self.growth)]
         if self.norms is None:
-            return (*angles, None, None, 0.0)
+            return (*angles, None, None, 0.0, *factors)
         q, k = self.norms.weights
-        return (*angles, q.data_ptr(), k.data_ptr(), self.norms.q.eps)
+        return (*angles, q.data_ptr(), k.data_ptr(), self.norms.q.eps, *factors)

@@ -13,7 +13,6 @@ vocabulary size, R rows that are sampled.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels.blocks import BlockWeight
-from infer.kernels.layer_stack import Parts, attends_through, stack_layers
+from infer.kernels.layer_stack import LayerParts, attends_through, stack_layers
 from infer.kernels.linear import (
     PRODUCT_ONLY,
     BlockEmbedding,
@@ -35,8 +34,9 @@ from infer.kernels.linear import (
     one_more,
 )
 from infer.kernels.rotary import Angles, HeadNorms, QKRotation
+from infer.kernels.rows import BETA, Activation, RowNorm
 from infer.models.arrangement import arrange
-from infer.models.layer_forms import LayerForm, NormForm
+from infer.models.layer_forms import NormForm
 from infer.models.model import Attend
 from infer.models.model_config import LayerConfig, ModelConfig
 from infer.models.rope import RopeTables
@@ -67,11 +67,12 @@ class _Normed:
 
     def __init__(self, norm: AnyNorm | None) -> None:
         self.fused = norm if isinstance(norm, Norm) else None
-        self._apart = norm if isinstance(norm, LayerNorm) else None
+        self.apart = RowNorm(norm if isinstance(norm, LayerNorm) else None)
+        """The norm if it is not part of the linear layer."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """What the linear layer is given for x [T, E]."""
-        return x if self._apart is None else self._apart(x)
+        return x if self.apart.norm is None else self.apart(x)
 
 
 class Attention:
@@ -98,7 +99,7 @@ class Attention:
         """Norms that `attend` applies."""
         self.factor: Tensor | None = None
         """Factor of rotated queries, [D]."""
-        self.own_norms: tuple[AnyNorm, ...] = ()
+        self.own_norms: tuple[RowNorm | LayerNorm, ...] = ()
         """Norms of queries and of keys that are applied here."""
         if layer.qk_norm:
             self._add_norms(source, prefix)
@@ -109,7 +110,7 @@ class Attention:
         q_name, k_name = (f"{prefix}{name}_norm.weight" for name in "qk")
         if form.qk_norm in ("width", "each head"):
             self.own_norms = tuple(
-                Norm(source.keep(name, (n * size,)), eps)
+                RowNorm(Norm(source.keep(name, (n * size,)), eps))
                 if form.qk_norm == "width"
                 else LayerNorm(size, eps, source.keep(name, (n * size,)).view(n, size))
                 for name, n in ((q_name, layer.num_heads), (k_name, layer.num_kv_heads))
@@ -131,9 +132,10 @@ class Attention:
         angles: Sequence[Angles | None],
         attend: Attend,
         residual: Tensor | None = None,
+        growth: Tensor | None = None,
     ) -> Tensor:
         """[T, E] → [T, E]. `angles`: of each layer, as `RopeTables` has them; this layer takes its
-        own. `residual` [T, E] is added to the result."""
+        own. `residual` [T, E] is added to the result. `growth`: factors of rotated queries, [T]."""
         layer = self.layer
         num_heads, num_kv_heads = layer.num_heads, layer.num_kv_heads
         heads = self.qkv(self.norm(x)).view(-1, num_heads + 2 * num_kv_heads, layer.head_dim)
@@ -142,14 +144,16 @@ class Attention:
         q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
         if self.own_norms:
             q, k = map(self._normed, self.own_norms, (q, k))
-        turn = QKRotation.of(angles[layer.index], self.norms, self.factor)
+        turn = QKRotation.of(angles[layer.index], self.norms, self.factor, growth)
         out = attend(layer.index, q, k, v, turn)
         return self.o(out.reshape(-1, self.q_size), residual)
 
     @staticmethod
-    def _normed(norm: AnyNorm, heads: Tensor) -> Tensor:
+    def _normed(norm: RowNorm | LayerNorm, heads: Tensor) -> Tensor:
         """Heads [T, n, D], each normalised, or all together if the norm is that wide."""
-        return norm(heads.flatten(1)).view(heads.shape) if isinstance(norm, Norm) else norm(heads)
+        if isinstance(norm, LayerNorm):
+            return norm(heads)
+        return norm(heads.flatten(1)).view(heads.shape)
 
 
 class MLP:
@@ -168,42 +172,30 @@ class MLP:
         fusion = Fusion(norm=self.norm.fused, gate=gate)
         self.inner = fused(source, hidden, parts, bias=layer.mlp_bias, fusion=fusion)
         self.down = fused(source, inner, {f"{prefix}down_proj": hidden}, bias=layer.mlp_bias)
-        self._act = None if gate else _activation(form.activation, source, prefix)
-        self._gated = form.gated
+        self.act = None if gate else _activation(form.activation, source, prefix)
+        """The activation if it is not part of the first product."""
+        self.gated = form.gated
+        """Whether there is a gate."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         y = self.inner(self.norm(x))
-        if self._act is not None and self._gated:
+        if self.act is not None and self.gated:
             gate, up = y.chunk(2, dim=-1)
-            y = self._act(gate) * up
-        elif self._act is not None:
-            y = self._act(y)
+            y = self.act(gate) * up
+        elif self.act is not None:
+            y = self.act(y)
         return self.down(y, residual)
 
 
-def _activation(name: str, source: WeightSource, prefix: str) -> Callable[[Tensor], Tensor]:
-    if name == "xielu":
-        return _XIELU(*(source.keep(f"{prefix}{each}.", (1,)) for each in ("alpha_p", "alpha_n")))
-    return {
-        "silu": F.silu,
-        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-        "gelu": F.gelu,
-        "relu": F.relu,
-        "relu2": lambda x: F.relu(x).square(),
-    }[name]
-
-
-class _XIELU:
-    """xIELU (Huang and Schlag 2024, arXiv:2411.13010), with β of 0.5."""
-
-    def __init__(self, alpha_p: Tensor, alpha_n: Tensor) -> None:
-        """The learned numbers, [1] each."""
-        self._positive, self._negative = alpha_p, alpha_n
-
-    def __call__(self, x: Tensor) -> Tensor:
-        positive, negative = F.softplus(self._positive), 0.5 + F.softplus(self._negative)
-        below = (torch.expm1(x.clamp_max(-1e-6)) - x) * negative + 0.5 * x
-        return torch.where(x > 0, positive * x * x + 0.5 * x, below)
+def _activation(name: str, source: WeightSource, prefix: str) -> Activation:
+    if name != "xielu":
+        return Activation(name)
+    positive, negative = (source.keep(f"{prefix}{each}.", (1,)) for each in ("alpha_p", "alpha_n"))
+    if positive.is_meta:
+        return Activation(name)
+    return Activation(
+        name, F.softplus(positive.float()).item(), BETA + F.softplus(negative.float()).item()
+    )
 
 
 class DecoderLayer:
@@ -221,42 +213,64 @@ class DecoderLayer:
 
         before_attention = norm("attention_in", there=form.pre_norms)
         before_mlp = norm("mlp_in", there=form.pre_norms and not form.one_norm)
-        self.after_attention = norm("attention_out", there=form.post_norms)
-        self.after_mlp = norm("mlp_out", there=form.post_norms)
+        self.after_attention = RowNorm(norm("attention_out", there=form.post_norms))
+        self.after_mlp = RowNorm(norm("mlp_out", there=form.post_norms))
         self.attention = Attention(layer, source, prefix, before_attention)
         self.mlp = MLP(layer, source, prefix, before_attention if form.one_norm else before_mlp)
 
-    def __call__(self, x: Tensor, angles: Sequence[Angles | None], attend: Attend) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        angles: Sequence[Angles | None],
+        attend: Attend,
+        growth: Tensor | None = None,
+    ) -> Tensor:
         def attention(x: Tensor, residual: Tensor | None = None) -> Tensor:
-            return self.attention(x, angles, attend, residual)
+            return self.attention(x, angles, attend, residual, growth)
 
         between = self._added(x, x, attention, self.after_attention)
         into_mlp = x if self.layer.form.parallel else between
         return self._added(between, into_mlp, self.mlp, self.after_mlp)
 
     def _added(
-        self, x: Tensor, into: Tensor, block: Callable[..., Tensor], norm: AnyNorm | None
+        self, x: Tensor, into: Tensor, block: Callable[..., Tensor], norm: RowNorm
     ) -> Tensor:
         """x and what the block makes of `into`."""
-        form = self.layer.form
-        if norm is not None and form.residual_scale == 1.0:
-            return norm(block(into), residual=x)
-        if norm is None and form.residual_scale == 1.0 and not form.norm.centred:
+        scale = self.layer.form.residual_scale
+        if norm.norm is None and scale == 1.0:
             return block(into, residual=x)
-        y = block(into)
-        y = y if norm is None else norm(y)
-        return x + (y if form.residual_scale == 1.0 else form.residual_scale * y)
+        return norm(block(into), x, scale)
 
-    def parts(self) -> Parts | None:
-        """The linear layers and head norms from which `stack_layers` makes a `LayerStack`.
+    def parts(self) -> LayerParts | None:
+        """What `stack_layers` makes a `LayerStack` of.
 
-        None: the layer computes something beside them. Such a form must be named here."""
-        form = self.layer.form
-        usual = dataclasses.replace(form, norm=NormForm(), activation="silu") == LayerForm()
-        if not usual or form.norm.centred or form.activation not in GATES:
+        None: the layer computes something that parts do not say. Such a form must be named here."""
+        form, attention, mlp = self.layer.form, self.attention, self.mlp
+        if form.qk_norm == "each head" and attention.own_norms:
             return None
-        attention, mlp = self.attention, self.mlp
-        return attention.qkv, attention.o, mlp.inner, mlp.down, attention.norms
+        if mlp.act is not None and mlp.gated:
+            return None
+        no_norm = RowNorm(None)
+        queries, keys = attention.own_norms or (no_norm, no_norm)
+        assert isinstance(queries, RowNorm)
+        assert isinstance(keys, RowNorm)
+        return LayerParts(
+            qkv=attention.qkv,
+            o=attention.o,
+            inner=mlp.inner,
+            down=mlp.down,
+            norms=attention.norms,
+            factor=attention.factor,
+            before_attention=attention.norm.apart,
+            before_mlp=no_norm if form.one_norm else mlp.norm.apart,
+            after_attention=self.after_attention,
+            after_mlp=self.after_mlp,
+            all_heads=(queries, keys),
+            is_parallel=form.parallel,
+            activation=mlp.act,
+            residual_scale=form.residual_scale,
+            clip=form.qkv_clip,
+        )
 
 
 class Decoder:
@@ -276,27 +290,32 @@ class Decoder:
         if (offset := config.positions_offset) is not None:
             shape = (config.max_seq_len + offset, hidden)
             self.positions = source.keep("embed_positions.weight", shape)[offset:]
+        self.embedding_norm: RowNorm | None = None
+        if config.embedding_norm:
+            norm = make_norm(config.form.norm, source, "embed_norm", hidden, config.norm_eps)
+            self.embedding_norm = RowNorm(norm)
         self.layers = [DecoderLayer(layer, source) for layer in config.layers()]
         self.norm = _Normed(make_norm(config.form.norm, source, "norm", hidden, config.norm_eps))
         self.lm_head = output_head(config, source, self.embedding, self.norm.fused)
         self.rope = RopeTables(config, max_seq_len, source.device)
         parts = [layer.parts() for layer in self.layers]
-        self.stack = None if self.rope.queries_grow else stack_layers(config, parts)
+        self.stack = stack_layers(config, parts)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of T tokens, which may belong to any number of sequences."""
         x = self.embedding.index_select(0, tokens)
         if self.scale != 1.0:
             x = x * self.scale
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         if self.positions is not None:
             x = x + self.positions.index_select(0, positions)
         angles = self.rope.at(positions)
+        growth = self.rope.query_factors(positions)
         if self.stack is not None and attends_through(attend):
-            return attend.through(self.stack, x, angles)
-        if (factors := self.rope.query_factors(positions)) is not None:
-            attend = _growing(attend, factors)
+            return self.norm(attend.through(self.stack, x, angles, growth))
         for layer in self.layers:
-            x = layer(x, angles, attend)
+            x = layer(x, angles, attend, growth)
         return self.norm(x)
 
     def drop_stack(self) -> None:
@@ -310,17 +329,6 @@ class Decoder:
             logits = logits * self.config.logits_scale
         cap = self.config.final_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def _growing(attend: Attend, factors: Tensor) -> Attend:
-    """The same attention of queries that are multiplied by `factors` [T, 1, 1]."""
-
-    def attend_growing(
-        layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None
-    ) -> Tensor:
-        return attend(layer, (q * factors).to(q.dtype), k, v, turn)
-
-    return attend_growing
 
 
 def output_head(

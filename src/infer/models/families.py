@@ -79,6 +79,15 @@ def read_mistral(architecture: str, reader: ConfigReader) -> ModelConfig:
     return with_window(decoder(architecture, reader), reader)
 
 
+def read_ministral(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of Ministral of 2024: Mistral's, in which some layers may see all positions."""
+    reader.use_defaults(max_position_embeddings=131_072, sliding_window=4096)
+    config = decoder(architecture, reader)
+    has_window = reader.raw.get("sliding_window") is not None
+    windows = layer_windows(reader, config.num_layers, lambda i: has_window)
+    return replace(config, windows=windows)
+
+
 def read_ministral3(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Ministral 3: Mistral's, with queries that grow beyond the original context."""
     reader.use_defaults(rms_norm_eps=1e-5, head_dim=128, max_position_embeddings=262_144)
@@ -144,6 +153,7 @@ def read_smollm3(architecture: str, reader: ConfigReader) -> ModelConfig:
     config = decoder(architecture, reader, bias=True, theta=2e6)
     every = reader.size("no_rope_layer_interval", 4)
     usual = [int((i + 1) % every != 0) for i in range(config.num_layers)]
+    reader.asked.add("no_rope_layers")
     rotates = reader.raw.get("no_rope_layers") or usual  # 1: the layer rotates
     if not isinstance(rotates, list) or len(rotates) < config.num_layers:
         reader.problems.append(f"no_rope_layers must have {config.num_layers} items")
@@ -415,6 +425,30 @@ def read_gemma(architecture: str, reader: ConfigReader) -> ModelConfig:
         reader.only("hidden_act", ("gelu", *GELU_TANH), "gelu")  # both mean the approximation
     config = _gemma(decoder(architecture, reader, bias=True, acts=None), reader)
     return replace(config, form=GEMMA)
+
+
+def read_gemma2(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of Gemma 2: a window in every other layer, four norms, scores with a cap."""
+    reader.use_defaults(
+        head_dim=256,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        query_pre_attn_scalar=256,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+    )
+    config = _gemma(decoder(architecture, reader, bias=True, acts=None), reader)
+    return replace(
+        config,
+        windows=layer_windows(reader, config.num_layers, lambda i: i % 2 == 0),
+        query_scale=reader.positive("query_pre_attn_scalar", 256) ** -0.5,
+        form=replace(GEMMA, post_norms=True),
+        layout=TensorLayout(names=SANDWICH),
+        score_softcap=reader.positive("attn_logit_softcapping", None),
+        final_softcap=reader.positive("final_logit_softcapping", None),
+    )
 
 
 def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:

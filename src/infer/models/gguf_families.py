@@ -63,6 +63,36 @@ GGUF_FAMILIES: Mapping[str, GGUFFamily] = {
     "mistral3": GGUFFamily(
         architecture="MistralForCausalLM", fixed={"sliding_window": None}, biases=_NONE, pairs=True
     ),
+    "gemma2": GGUFFamily(
+        architecture="Gemma2ForCausalLM",
+        keys={
+            "attention.sliding_window": "sliding_window",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        biases=_BIAS,
+    ),
+    "bloom": GGUFFamily(
+        architecture="BloomForCausalLM",
+        eps=(LAYER_EPS, "layer_norm_epsilon"),
+        keys={"context_length": "seq_length"},
+        biases=_NONE,
+    ),
+    "falcon": GGUFFamily(
+        architecture="FalconForCausalLM", eps=(LAYER_EPS, "layer_norm_epsilon"), biases=_NONE
+    ),
+    "mpt": GGUFFamily(
+        architecture="MptForCausalLM",
+        eps=(LAYER_EPS, "layer_norm_epsilon"),
+        keys={
+            "attention.clamp_kqv": "clip_qkv",
+            "attention.max_alibi_bias": "alibi_bias_max",
+        },
+        biases=_NONE,
+    ),
+    "starcoder": GGUFFamily(
+        architecture="GPTBigCodeForCausalLM", eps=(LAYER_EPS, "layer_norm_epsilon"), biases=_NONE
+    ),
     "gpt2": GGUFFamily(
         architecture="GPT2LMHeadModel", eps=(LAYER_EPS, "layer_norm_epsilon"), biases=_NONE
     ),
@@ -106,6 +136,8 @@ GGUF_FAMILIES: Mapping[str, GGUFFamily] = {
         pairs=True,
     ),
     "olmo2": GGUFFamily(architecture="Olmo2ForCausalLM", biases=_BIAS, windows=True),
+    "apertus": GGUFFamily(architecture="ApertusForCausalLM", biases=_BIAS),
+    "chatglm": GGUFFamily(architecture="GlmForCausalLM", biases=_BIAS, shares=True),
     "glm4": GGUFFamily(architecture="Glm4ForCausalLM", biases=_BIAS, shares=True),
     "exaone4": GGUFFamily(architecture="Exaone4ForCausalLM", biases=_NONE, windows=True),
     "ernie4_5": GGUFFamily(architecture="Ernie4_5ForCausalLM", biases={"use_bias": "attn_q"}),
@@ -203,6 +235,8 @@ _PARTS: Mapping[str, str] = {
     **{f"{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
     "embed_tokens": "token_embd",
     "embed_positions": "position_embd",
+    "embed_norm": "token_embd_norm",
+    **{name: name for name in ("alpha_p", "alpha_n")},
     "norm": "output_norm",
 }
 
@@ -216,6 +250,8 @@ def layout_of(tensors: Container[str], *, pairs: bool) -> TensorLayout:
         names |= dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attn_qkv")
     if "blk.0.ffn_gate.weight" not in tensors:
         names["gate_proj"] = "ffn_up"  # packed, if the family has a gate
-    if "blk.0.ffn_norm.weight" not in tensors:
+    if "blk.0.attn_norm_2.weight" in tensors:  # Falcon's own norm of attention
+        names |= {"attention_in_norm": "attn_norm_2", "mlp_in_norm": "attn_norm"}
+    elif "blk.0.ffn_norm.weight" not in tensors:
         names["mlp_in_norm"] = "post_attention_norm"
     return TensorLayout(roots=("",), layers="blk.", names=names, head="output", pairs=pairs)

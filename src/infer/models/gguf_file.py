@@ -36,7 +36,7 @@ from infer.models.gguf_families import (
     VARIANTS,
     layout_of,
 )
-from infer.models.gguf_reader import Metadata, StoredTensor, read_gguf
+from infer.models.gguf_reader import KINDS, Metadata, StoredTensor, read_gguf
 from infer.models.model_config import ModelConfig
 from infer.models.registry import parse_model_config
 from infer.models.weights import BlockReader, WeightSource
@@ -48,6 +48,7 @@ _LONGROPE_FACTORS = {
 }
 _KINDS = ("full_attention", "sliding_attention")
 _GEMMA_27B_LAYERS = 62
+_GEMMA2_27B_LAYERS = 46
 _ROWS_BYTES = 1 << 26
 """Size of the part of a tensor that is dequantised to float32 at a time, in bytes."""
 
@@ -71,6 +72,7 @@ class GGUFFile:
                 f" (supported: {', '.join(ARCHITECTURES)})"
             )
         self._family = GGUF_FAMILIES[self._arch]
+        self._tensors |= self._activation_numbers()
         config = parse_model_config(self._config_fields(), str(path))
         layout = layout_of(self._tensors, pairs=self._family.pairs or config.layout.pairs)
         config = dataclasses.replace(config, layout=layout)
@@ -158,7 +160,8 @@ class GGUFFile:
     def _config_fields(self) -> dict[str, Any]:
         """The metadata as fields of a Hugging Face `config.json`."""
         family = self._family
-        required = {**(GPT2_REQUIRED if self._arch == "gpt2" else REQUIRED)}
+        is_gpt2 = self._arch in ("gpt2", "starcoder")
+        required = {**(GPT2_REQUIRED if is_gpt2 else REQUIRED)}
         required |= dict([family.eps])
         missing = [f"{self._arch}.{key}" for key in required if self._get(key) is None]
         missing += [] if "token_embd.weight" in self._tensors else ["token_embd.weight"]
@@ -171,8 +174,9 @@ class GGUFFile:
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "dtype": self._dtype(),
         }
-        if self._arch == "gpt2":
-            return {field: self._get(key) for key, field in required.items()} | shared
+        if is_gpt2:
+            fields = {field: self._get(key) for key, field in required.items()}
+            return {"multi_query": self._get("attention.head_count_kv") == 1, **fields, **shared}
         names = {**required, **OPTIONAL, **family.keys}
         fields = {field: self._get(key) for key, field in names.items()}
         fields["intermediate_size"] = self._get("feed_forward_length")
@@ -184,7 +188,9 @@ class GGUFFile:
         fields |= self._special_fields(hidden, heads, size)
         self._check_neutral(size)
         biases = {
-            field: f"blk.0.{part}.bias" in self._tensors for field, part in family.biases.items()
+            field: f"blk.0.{part}.bias" in self._tensors
+            or (part == "attn_q" and "blk.0.attn_qkv.bias" in self._tensors)
+            for field, part in family.biases.items()
         }
         return {
             "rope_theta": 10000.0,  # this default and the next are GGUF's, not the family's
@@ -193,7 +199,8 @@ class GGUFFile:
             **biases,
             # Without the key there is no window; the family may have one.
             **({"sliding_window": fields["sliding_window"]} if family.windows else {}),
-            "rope_scaling": self._rope_scaling(),
+            # No scaling is none, where a family's class has one by default, too.
+            "rope_scaling": self._rope_scaling() or {"rope_type": "default"},
             **family.fixed,
             **shared,
         }
@@ -246,6 +253,16 @@ class GGUFFile:
             fields["partial_rotary_factor"] = turning / size
         if self._arch == "command-r":
             fields["use_qk_norm"] = "blk.0.attn_q_norm.weight" in self._tensors
+        if self._arch == "gemma2":
+            fields["query_pre_attn_scalar"] = size
+            if self._get("block_count") == _GEMMA2_27B_LAYERS:
+                fields["query_pre_attn_scalar"] = hidden // heads
+        if self._arch == "falcon":
+            groups = self._number_of_all_layers("attention.head_count_kv") or heads
+            has_two = "blk.0.attn_norm_2.weight" in self._tensors
+            is_new = has_two or (groups != 1 and groups != heads)
+            fields |= {"num_kv_heads": groups, "new_decoder_architecture": is_new}
+            fields["num_ln_in_parallel_attn"] = (2 if has_two else 1) if is_new else None
         if self._arch == "granitehybrid":
             rotates = self._get("rope.scaling.finetuned") is not False
             fields["position_embedding_type"] = "rope" if rotates else "nope"
@@ -305,6 +322,16 @@ class GGUFFile:
         if factors.is_meta or not bool((factors > 0).all()):
             raise LoadError(f"{self.path}: {_ROPE_FACTORS} must be {head_dim // 2} numbers above 0")
         return tuple(factors.tolist())
+
+    def _activation_numbers(self) -> dict[str, StoredTensor]:
+        """xIELU's numbers of each layer, which are keys, as the tensors that they are elsewhere."""
+        found = {}
+        for name in ("alpha_p", "alpha_n"):
+            values = self.metadata.get(f"xielu.{name}")
+            for index, value in enumerate(values if isinstance(values, list) else ()):
+                rows = np.frombuffer(np.float32(value).tobytes(), np.uint8).reshape(1, 4)
+                found[f"blk.{index}.{name}"] = StoredTensor(KINDS["F32"], (1,), rows)
+        return found
 
     def _dtype(self) -> str:
         """The dtype of the stored matrices; bfloat16 for quantised ones."""

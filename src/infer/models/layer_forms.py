@@ -67,6 +67,7 @@ _LLAMA_NAMES: Mapping[str, str] = {
     "alpha_n": "mlp.act_fn.alpha_n",
     "embed_tokens": "embed_tokens",
     "embed_positions": "embed_positions",
+    "embed_norm": "embed_norm",
     "norm": "norm",
 }
 

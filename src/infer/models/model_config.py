@@ -76,6 +76,17 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Alibi:
+    """Attention with linear biases (Press et al. 2021, arXiv:2108.12409) instead of a rotation."""
+
+    slopes: tuple[float, ...]
+    """What a query head's score with a key is lowered by for each position between them, [H]."""
+    rounded: float | None = None
+    """Not None: a key at position j has `rounded` · slope · j added to its score instead, with the
+    slope, j and their product in bfloat16, as Falcon was trained."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LayerConfig:
     """What one decoder layer is; `ModelConfig.layer` derives it.
 
@@ -100,6 +111,10 @@ class LayerConfig:
     """Epsilon of the layer's norms, those of its heads included."""
     attention_scale: float
     """Factor of attention scores."""
+    score_softcap: float | None
+    """Cap c of attention scores, which become c · tanh(score / c); None: no cap."""
+    alibi: Alibi | None
+    """What attention scores are lowered by; None: nothing."""
     window: int | None
     """Sliding window in positions, a query's own included; None: the layer sees all positions."""
     rope: RopeConfig | None
@@ -123,6 +138,12 @@ class AttentionArguments(TypedDict):
     """Number of query heads, H."""
     scale: float
     """Factor of attention scores."""
+    softcap: float | None
+    """Cap c of attention scores, which become c · tanh(score / c); None: no cap."""
+    slopes: tuple[float, ...]
+    """Slopes of `Alibi`, [H]; (): none."""
+    rounded: float | None
+    """As in `Alibi`."""
     windows: list[int | None]
     """Sliding window of each layer; None: all positions."""
 
@@ -172,6 +193,10 @@ class ModelConfig:
     """
     query_scale: float | None = None
     """Factor of attention scores; None: 1/√head_dim."""
+    score_softcap: float | None = None
+    """Cap c of attention scores, which become c · tanh(score / c); None: no cap."""
+    alibi: Alibi | None = None
+    """What attention scores are lowered by; None: nothing."""
     ropes: tuple[RopeConfig | None, ...] = ()
     """RoPE of each layer; None: the layer's queries and keys are not rotated. (): `rope`."""
     final_softcap: float | None = None
@@ -188,6 +213,8 @@ class ModelConfig:
     """Factor of the logits."""
     head_bias: bool = False
     """Whether the output head has a bias."""
+    embedding_norm: bool = False
+    """Whether embeddings are normalised."""
     positions_offset: int | None = None
     """Row of position 0 in a table of learned positions; None: there is no table."""
 
@@ -197,6 +224,20 @@ class ModelConfig:
             self,
             rope=self.rope.for_context(max_seq_len),
             ropes=tuple(each and each.for_context(max_seq_len) for each in self.ropes),
+        )
+
+    def rope_choice(self, max_seq_len: int) -> str:
+        """Which divisors a context of `max_seq_len` tokens has, for users; empty: no choice."""
+        ropes = (self.rope, *self.ropes)
+        rope = next((each for each in ropes if each is not None and each.long_divisors), None)
+        if rope is None:
+            return ""
+        is_long = max_seq_len > rope.original_max_position
+        chosen = "long" if is_long else "short"
+        more = "more than" if is_long else "at most"
+        return (
+            f"longrope, {chosen} factors for all sequences: a context of {max_seq_len:,} tokens,"
+            f" {more} the original {rope.original_max_position:,}"
         )
 
     def layer(self, index: int) -> LayerConfig:
@@ -211,6 +252,8 @@ class ModelConfig:
             head_dim=self.head_dim,
             norm_eps=self.norm_eps,
             attention_scale=scale,
+            score_softcap=self.score_softcap,
+            alibi=self.alibi,
             window=self.windows[index] if self.windows else None,
             rope=self.ropes[index] if self.ropes else self.rope,
             qkv_bias=self.qkv_bias,
@@ -230,10 +273,18 @@ class ModelConfig:
         Raises `LoadError` if layers differ in the shape of their heads or in the scale.
         """
         layers = self.layers()
-        for name in ("num_heads", "num_kv_heads", "head_dim", "attention_scale"):
+        shared = (
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "attention_scale",
+            "score_softcap",
+            "alibi",
+        )
+        for name in shared:
             values = {getattr(layer, name) for layer in layers}
             if len(values) > 1:
-                listed = ", ".join(str(value) for value in sorted(values))
+                listed = ", ".join(sorted(map(str, values), key=lambda text: (len(text), text)))
                 raise LoadError(
                     f"{self.architecture}: layers differ in {name} ({listed}); attention is"
                     " computed for layers that have the same"
@@ -241,6 +292,9 @@ class ModelConfig:
         return {
             "num_heads": layers[0].num_heads,
             "scale": layers[0].attention_scale,
+            "softcap": layers[0].score_softcap,
+            "slopes": () if layers[0].alibi is None else layers[0].alibi.slopes,
+            "rounded": None if layers[0].alibi is None else layers[0].alibi.rounded,
             "windows": [layer.window for layer in layers],
         }
 
@@ -269,6 +323,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         **dict.fromkeys(("parallel_attn", "use_bidirectional_attention"), (False,)),
         **dict.fromkeys(("add_cross_attention", "is_encoder_decoder"), (False,)),
         **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, 1)),
+        **dict.fromkeys(("query_pre_attn_scalar", "rotary_dim", "q_lora_rank"), ()),
+        **dict.fromkeys(("attention_chunk_size", "layer_rope_theta", "no_rope_layers"), ()),
+        **dict.fromkeys(("scale_attn_by_inverse_layer_idx", "attn_output_gate"), (False,)),
+        **dict.fromkeys(("new_decoder_architecture", "attn_temperature_tuning"), (False, 0)),
+        "apply_residual_connection_post_layernorm": (False,),
+        **dict.fromkeys(("num_kv_shared_layers", "hidden_size_per_layer_input"), (0,)),
+        **dict.fromkeys(("position_embedding_type",), ("rope", "rotary", "absolute")),
     }
 )
 """Fields that change the mathematics in some family, each with the values that change nothing.
@@ -368,7 +429,9 @@ class ConfigReader:
         """Raise `LoadError` with all problems, if there are any."""
         for name, neutral in _NEUTRAL.items():
             value = self.raw.get(name)
-            if name not in self.asked and value is not None and value not in neutral:
+            is_list_of_ones = isinstance(value, list) and set(map(str, value)) <= {"1", "True"}
+            changes = value is not None and value not in neutral and not is_list_of_ones
+            if name not in self.asked and changes:
                 self.problems.append(f"{name}={value!r:.80} has no meaning in this architecture")
         if self.problems:
             raise LoadError(f"{self.where}: " + "; ".join(self.problems))

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from infer.models.families import GELU_TANH, LAYER_NORM, decoder, read_dtype
-from infer.models.layer_forms import LayerForm, TensorLayout
-from infer.models.model_config import MAX_LAYERS, ConfigReader, ModelConfig
+from infer.models.layer_forms import LayerForm, NormForm, TensorLayout
+from infer.models.model_config import MAX_LAYERS, Alibi, ConfigReader, ModelConfig
 
 GPT2_NAMES = {
     "embed_tokens": "wte",
@@ -27,6 +27,25 @@ GPT2_NAMES = {
 """GPT-2's names of tensors."""
 
 
+_BLOOM_NAMES = {
+    "embed_tokens": "word_embeddings",
+    "embed_norm": "word_embeddings_layernorm",
+    "norm": "ln_f",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "self_attention.query_key_value"),
+    "o_proj": "self_attention.dense",
+    "up_proj": "mlp.dense_h_to_4h",
+    "down_proj": "mlp.dense_4h_to_h",
+}
+_MPT_NAMES = {
+    "embed_tokens": "wte",
+    "norm": "norm_f",
+    "attention_in_norm": "norm_1",
+    "mlp_in_norm": "norm_2",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attn.Wqkv"),
+    "o_proj": "attn.out_proj",
+    "up_proj": "ffn.up_proj",
+    "down_proj": "ffn.down_proj",
+}
 _BUFFERS = ("attn.bias", "attn.masked_bias", "attn.attention.bias", "attn.attention.masked_bias")
 """Causal masks, which old checkpoints store."""
 _OWN_HEADS = {"num_key_value_heads": None, "head_dim": None}
@@ -197,6 +216,143 @@ def read_phi(architecture: str, reader: ConfigReader) -> ModelConfig:
         head_bias=True,
         form=replace(_form(act), parallel=True, one_norm=True),
         layout=TensorLayout(names=names),
+    )
+
+
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """The slopes of ALiBi (Press et al. 2021, arXiv:2108.12409) for H heads.
+
+    They are 2^(-8 · i / n) for i = 1 … n, where n is H or else the next power of two; of
+    these the even i first, then the odd ones, as many as there are heads."""
+    count = 1 << (num_heads - 1).bit_length()
+    slopes = [2.0 ** (-8.0 * (i + 1) / count) for i in range(count)]
+    if count != num_heads:
+        slopes = [*slopes[1::2], *slopes[::2]][:num_heads]
+    return tuple(slopes)
+
+
+def read_falcon(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of Falcon 1 and 2: parallel blocks with one norm or two, or ALiBi."""
+    is_new = reader.get("new_decoder_architecture", bool, False)
+    is_parallel = reader.get("parallel_attn", bool, True)
+    if is_new:
+        reader.only("parallel_attn", (True,), True)
+    norms = reader.only("num_ln_in_parallel_attn", (None, 1, 2) if is_new else (None, 1), None)
+    has_one_key = not is_new and reader.get("multi_query", bool, True)
+    heads = reader.size("num_attention_heads")
+    groups = 1 if has_one_key else reader.size("num_kv_heads", heads)
+    if not is_new and not has_one_key and groups != heads:
+        reader.problems.append(f"num_kv_heads ({groups}) must be num_attention_heads ({heads})")
+    hidden = reader.raw.get("n_embed") or reader.size("hidden_size")
+    sizes = {"hidden_size": hidden, "num_key_value_heads": groups, "head_dim": None}
+    sizes["intermediate_size"] = reader.raw.get("ffn_hidden_size")
+    reader.use({**reader.raw, **sizes})
+    if isinstance(hidden, int):
+        reader.use_defaults(intermediate_size=4 * hidden)
+    reader.use_defaults(tie_word_embeddings=True, layer_norm_epsilon=1e-5)
+    act = str(reader.only("activation", tuple(_ACTIVATIONS), "gelu"))
+    has_slopes = reader.get("alibi", bool, False)
+    config = decoder(
+        architecture, reader, acts=None, eps="layer_norm_epsilon", rotates=not has_slopes
+    )
+    if has_slopes:
+        alibi = Alibi(slopes=alibi_slopes(heads), rounded=config.head_dim**-0.5)
+        config = replace(config, alibi=alibi, ropes=(None,) * config.num_layers)
+    bias = reader.get("bias", bool, False)
+    names, has_two = dict(_BLOOM_NAMES), is_new and norms != 1
+    if has_two:
+        names |= {"attention_in_norm": "ln_attn", "mlp_in_norm": "ln_mlp"}
+    form = replace(_form(act), parallel=is_parallel, one_norm=is_parallel and not has_two)
+    return replace(
+        config,
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=bias,
+        form=form,
+        layout=TensorLayout(
+            roots=("transformer.", ""),
+            layers="h.",
+            names=names,
+            grouped=not has_one_key,
+            ignored=("self_attention.maybe_rotary.inv_freq", "self_attention.rotary_emb.inv_freq"),
+        ),
+    )
+
+
+def read_bloom(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of Bloom: ALiBi, and a norm of the embeddings."""
+    reader.only("apply_residual_connection_post_layernorm", (False,), False)
+    raw = reader.raw
+    hidden = raw.get("n_embed") or raw.get("hidden_size") or 64
+    others = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+    fields = {name: raw.get(old) or raw.get(name) for name, old in others.items()}
+    inner = 4 * hidden if isinstance(hidden, int) else None
+    fields |= {"hidden_size": hidden, "intermediate_size": inner}
+    fields["max_position_embeddings"] = raw.get("seq_length")
+    reader.use({**raw, **_OWN_HEADS, **fields})
+    reader.use_defaults(tie_word_embeddings=True, layer_norm_epsilon=1e-5)
+    config = decoder(architecture, reader, acts=None, eps="layer_norm_epsilon", rotates=False)
+    return replace(
+        config,
+        ropes=(None,) * config.num_layers,
+        alibi=Alibi(slopes=alibi_slopes(config.num_heads)),
+        embedding_norm=True,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        form=_form("gelu_new"),
+        layout=TensorLayout(
+            roots=("transformer.", ""), layers="h.", names=_BLOOM_NAMES, grouped=True
+        ),
+    )
+
+
+_MPT_ATTENTION: Mapping[str, tuple[object, ...]] = {
+    "attn_type": ("multihead_attention",),
+    "prefix_lm": (False,),
+    "qk_ln": (False,),
+    "attn_uses_sequence_id": (False,),
+    "alibi": (True,),
+    "alibi_bias_max": (8, 8.0),  # transformers has it fixed
+}
+"""Fields of `attn_config` → the values that are supported, the class's first."""
+
+
+def read_mpt(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of MPT: ALiBi, LayerNorm without biases."""
+    raw = reader.raw
+    reader.only("expansion_ratio", (4,), 4)  # transformers has it fixed
+    reader.only("no_bias", (True,), True)
+    reader.only("logit_scale", (None,), None)
+    reader.only("embedding_fraction", (1, 1.0), 1)
+    given = raw.get("attn_config")
+    if given is None:  # of a GGUF file, which has both fields that matter
+        given = {name: raw.get(name) for name in ("clip_qkv", "alibi_bias_max")}
+        reader.asked.update(given)
+    part = ConfigReader(given if isinstance(given, Mapping) else {}, reader.where)
+    for name, supported in _MPT_ATTENTION.items():
+        part.only(name, supported, supported[0])
+    clip = part.positive("clip_qkv", None) if part.raw.get("clip_qkv") else None
+    scale = part.positive("softmax_scale", None)
+    reader.problems.extend(f"attn_config: {each}" for each in part.problems)
+    others = {
+        **{"hidden_size": "d_model", "num_attention_heads": "n_heads"},
+        **{"num_hidden_layers": "n_layers", "max_position_embeddings": "max_seq_len"},
+    }
+    fields = {name: raw.get(old) or raw.get(name) for name, old in others.items()}
+    hidden = fields["hidden_size"]
+    fields["intermediate_size"] = 4 * hidden if isinstance(hidden, int) else None
+    reader.use({**raw, **_OWN_HEADS, **fields})
+    reader.use_defaults(tie_word_embeddings=True, layer_norm_epsilon=1e-5)
+    config = decoder(architecture, reader, acts=None, eps="layer_norm_epsilon", rotates=False)
+    form = replace(_form("gelu"), norm=NormForm(centred=True), qkv_clip=clip)
+    return replace(
+        config,
+        ropes=(None,) * config.num_layers,
+        alibi=Alibi(slopes=alibi_slopes(config.num_heads)),
+        query_scale=scale,
+        form=form,
+        layout=TensorLayout(roots=("transformer.", ""), layers="blocks.", names=_MPT_NAMES),
     )
 
 

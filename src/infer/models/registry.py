@@ -47,6 +47,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "MistralForCausalLM": Architecture(
         "Mistral (dense)", _F.read_mistral, "`sliding_window` on every layer", ("mistral",)
     ),
+    "MinistralForCausalLM": Architecture(
+        "Ministral (2024)", _F.read_ministral, "as Mistral, `layer_types`", ("ministral",)
+    ),
     "Ministral3ForCausalLM": Architecture(
         "Ministral 3", _F.read_ministral3,
         "yarn RoPE; queries that grow beyond the original context", ("ministral3",),
@@ -136,6 +139,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "GemmaForCausalLM": Architecture(
         "Gemma 1", _F.read_gemma, "scaled embedding, norms of 1 + w", ("gemma",)
     ),
+    "Gemma2ForCausalLM": Architecture(
+        "Gemma 2", _F.read_gemma2,
+        "sliding and global layers, four norms, scaled embedding, soft caps of scores and logits",
+        ("gemma2",),
+    ),
     "CohereForCausalLM": Architecture(
         "Command R", _F.read_cohere,
         "parallel blocks, LayerNorm, rotation in pairs, `use_qk_norm`, `logit_scale`", ("cohere",),
@@ -187,6 +195,17 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Phi-1, Phi-2", _O.read_phi, "parallel blocks, part of each head rotates, head with a bias",
         ("phi",),
     ),
+    "FalconForCausalLM": Architecture(
+        "Falcon 1, 2", _O.read_falcon,
+        "parallel blocks with one norm or two, `multi_query`, `new_decoder_architecture`; ALiBi",
+        ("falcon",),
+    ),
+    "BloomForCausalLM": Architecture(
+        "Bloom", _O.read_bloom, "ALiBi, norm of the embeddings", ("bloom",)
+    ),
+    "MptForCausalLM": Architecture(
+        "MPT", _O.read_mpt, "ALiBi, `clip_qkv`, `softmax_scale`", ("mpt",)
+    ),
     "OPTForCausalLM": Architecture(
         "OPT (norms before the blocks)", _O.read_opt, "learned positions, ReLU", ("opt",),
         has_learned_positions=True,
@@ -213,8 +232,6 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
         *("Mamba", "Jamba", "Bamba", "Zamba", "FalconH1", "NemotronH", "Lfm", "Qwen3Next"),
         *("Qwen3_5", "Rwkv", "RWKV", "RecurrentGemma", "KimiLinear", "xLSTM", "Hybrid"),
     ),
-    "attention scores with a cap": ("Gemma2",),
-    "attention scores with a slope (ALiBi)": ("Bloom", "Mpt", "MPT", "Falcon"),
 }
 """What families that are not supported would need → parts of their architectures' names."""
 

@@ -112,17 +112,12 @@ class RopeTables:
         self._growth = growth if max_seq_len > config.rope.original_max_position else 0.0
         self._original = config.rope.original_max_position
 
-    @property
-    def queries_grow(self) -> bool:
-        """Whether queries at some of the positions have a factor, which `query_factors` gives."""
-        return self._growth != 0.0
-
     def query_factors(self, positions: Tensor) -> Tensor | None:
-        """The factors of the queries at positions [T], [T, 1, 1] float32; None: they have none."""
+        """Factors of the rotated queries at positions [T], [T] float32; None: they have none."""
         if not self._growth:
             return None
         turns = (positions // self._original).float()
-        return (1.0 + self._growth * torch.log1p(turns))[:, None, None]
+        return 1.0 + self._growth * torch.log1p(turns)
 
     def at(self, positions: Tensor) -> list[Angles | None]:
         """The angles of the positions [T] in each layer; None: the layer does not rotate."""

@@ -47,8 +47,14 @@ class _Recorder:
 class _StackRecorder(_Recorder):
     """The same attention for a stack, whose products are computed one by one."""
 
-    def through(self, stack: LayerStack, x: Tensor, angles: Sequence[Angles | None]) -> Tensor:
-        return stack.one_by_one(self, x, angles)
+    def through(
+        self,
+        stack: LayerStack,
+        x: Tensor,
+        angles: Sequence[Angles | None],
+        growth: Tensor | None = None,
+    ) -> Tensor:
+        return stack.one_by_one(self, x, angles, growth)
 
 
 @torch.inference_mode()

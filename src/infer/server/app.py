@@ -99,8 +99,7 @@ def create_app(
     generating = generating_apis(settings) if generating is None else generating
     offload = Offload(settings.limits)
     traces = _traces(engine, settings)
-    usage = usage_file(Path(settings.api_keys)) if settings.api_keys else None
-    metrics = Metrics(engine, traces, settings.metrics_prefix, usage, settings.limits)
+    metrics = _metrics(engine, traces, settings)
     kept = KeptAnswers(settings.keep_answers_s, settings.limits)
     served = ServedEngine(engine, traces, metrics, EngineViewers(engine, traces), kept)
     sessions = _sessions(settings, offload, has_leases=fronts is not None)
@@ -143,6 +142,11 @@ def create_app(
     state |= {"views": views, "apply": partial(_apply, pipeline, sessions)}
     app.state = State({**state, "generating_paths": paths})
     return app
+
+
+def _metrics(engine: AsyncLLM, traces: RequestTraces, settings: ServerSettings) -> Metrics:
+    usage = usage_file(Path(settings.api_keys)) if settings.api_keys else None
+    return Metrics(engine, traces, settings.metrics_prefix, usage, settings.limits)
 
 
 def _apply(pipeline: GenerationPipeline, sessions: SessionRoutes, now: ServerSettings) -> None:

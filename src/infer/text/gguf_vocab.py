@@ -69,9 +69,10 @@ def _llama3_pattern(max_digits: str) -> str:
     )  # fmt: skip
 
 
-def _split(pattern: str) -> Sequence:
-    words = Split(Regex(pattern), "isolated")
-    return Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
+def _split(*patterns: str) -> Sequence:
+    """Divides text at what each pattern finds, one pattern after the other."""
+    words = [Split(Regex(pattern), "isolated") for pattern in patterns]
+    return Sequence([*words, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 PATTERNS = frozenset({_llama3_pattern("{1,3}"), _llama3_pattern(""), _tekken_pattern()})
@@ -99,12 +100,40 @@ _LLAMA3 = _Pre(_split(_llama3_pattern("{1,3}")), add_bos=True, ignore_merges=Tru
 _QWEN2 = _Pre(_split(_llama3_pattern("")), normalizer=normalizers.NFC())
 _SMAUG = _Pre(_LLAMA3.splits)
 _TEKKEN = _Pre(_split(_tekken_pattern()), add_bos=True, ignore_merges=True)
+_GPT4O = _Pre(_split(_tekken_pattern("{1,3}", _CONTRACTION)))
+_FALCON = _Pre(
+    _split(
+        r"[\p{P}\$\+<=>\^~\|`]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        "[0-9][0-9][0-9]",
+    )
+)
+_BLOOM = _Pre(_split(r" ?[^(\s|.,!?…。，、।۔،)]+"))
+_STABLELM2 = _Pre(_split(_llama3_pattern("")))
+_SEED = _Pre(
+    _split(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+)
+_DEEPSEEK3 = _Pre(
+    _split(
+        r"\p{N}{1,3}",
+        "[一-龥぀-ゟ゠-ヿ]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+        r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 PRE_TOKENIZERS = {
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0"), _LLAMA3),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2),
     **dict.fromkeys(("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _SMAUG),
-    "gpt-4o": _Pre(_split(_tekken_pattern("{1,3}", _CONTRACTION))),
+    **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
     "tekken": _TEKKEN,
+    **{"falcon": _FALCON, "bloom": _BLOOM, "seed-coder": _SEED},
+    **dict.fromkeys(("stablelm2", "hunyuan", "grok-2"), _STABLELM2),
+    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), _DEEPSEEK3),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), _SMOLLM
     ),

@@ -96,6 +96,8 @@ class MemoryPlan:
     dtype: str
     products: str
     """how linear layers multiply on this machine, and why; empty on a GPU"""
+    positions: str
+    """what RoPE chose by the context's length; empty: nothing"""
     num_parameters: int
     weight_bytes: int
     activation_bytes: int
@@ -189,6 +191,7 @@ class MemoryPlan:
             ("model", f"{self.model}, {self.num_parameters / 1e6:,.1f} M parameters"),
             ("computed in", f"{self.dtype} on {self.device}"),
             *([("linear layers", self.products)] if self.products else []),
+            *([("positions", self.positions)] if self.positions else []),
             *([("exactness", trade)] if (trade := trade_of(self.dtype)) else []),
             ("free memory", gib(self.free_bytes)),
             *([("promised", f"{gib(promised)} more to other engines")] if promised else []),
@@ -256,6 +259,7 @@ def make_plan(
         device=device.type,
         dtype=config.weight_format or str(dtype).removeprefix("torch."),
         products=_products(config, dtype, device, blocks),
+        positions=model.rope_choice(cache.max_seq_len),
         num_parameters=parameters,
         weight_bytes=weights,
         activation_bytes=activations,

@@ -36,9 +36,25 @@ def _cells(table, key, there, offset, PAGE: tl.constexpr, CELL: tl.constexpr):
 
 
 @triton.jit
+def _biases(slope, position, key, rounded, SLOPES: tl.constexpr):
+    """What slopes [ROWS] add to the scores of keys [TILE], broadcast to [ROWS, TILE].
+
+    SLOPES: 0: nothing; 1: -slope · (position - key); 2: rounded · slope · key, whose product is
+    bfloat16.
+    """
+    if SLOPES == 0:
+        return slope[:, None]
+    if SLOPES == 2:
+        product = slope[:, None] * key[None, :].to(tl.float32).to(tl.bfloat16).to(tl.float32)
+        return product.to(tl.bfloat16).to(tl.float32) * rounded
+    return slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+
+
+@triton.jit
 def _add_tile(
-    x, top, total, acc, k, v, sees, scale, cap,
-    MASKED: tl.constexpr, CAP: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    x, top, total, acc, k, v, sees, scale, cap, biases,
+    MASKED: tl.constexpr, CAP: tl.constexpr, SLOPES: tl.constexpr, PRODUCT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add keys k [BLOCK_D, TILE] and values v [TILE, BLOCK_D] to the online softmax of rows x.
 
@@ -47,6 +63,8 @@ def _add_tile(
     scores = tl.dot(x, k.to(PRODUCT), input_precision=PRECISION) * scale
     if CAP:
         scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
+    if SLOPES:
+        scores += biases
     scores = scores * _LOG2E
     if MASKED:
         scores = tl.where(sees, scores, float("-inf"))
@@ -62,11 +80,11 @@ def _add_tile(
 
 @triton.jit
 def _add_keys(
-    x, top, total, acc, keys, values, table, position, begin, end, last, scale, cap, window,
-    head_offset,
+    x, top, total, acc, keys, values, table, position, begin, end, last, scale, cap, slope,
+    rounded, window, head_offset,
     CELL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, MASKED: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
+    SLOPES: tl.constexpr, PRODUCT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the keys from `begin` to `end`, in whole tiles, to the online softmax of rows x.
 
@@ -97,9 +115,11 @@ def _add_keys(
         else:
             k = tl.load(k_at, mask=inside[:, None], other=0.0)
             v = tl.load(v_at, mask=inside[None, :], other=0.0)
+        biases = _biases(slope, position, key, rounded, SLOPES)
         top, total, acc = _add_tile(
-            x, top, total, acc, k, v, sees, scale, cap, MASKED, CAP, PRODUCT, PRECISION
-        )
+            x, top, total, acc, k, v, sees, scale, cap, biases,
+            MASKED, CAP, SLOPES, PRODUCT, PRECISION,
+        )  # fmt: skip
     return top, total, acc
 
 
@@ -181,11 +201,13 @@ def _turned(at, cos, sin, norm, mask, i, eps, D: tl.constexpr, NORMS: tl.constex
 @triton.jit(do_not_specialize=["window"])
 def decode(
     q, k, v, keys, values, tables, items, num_items, partial, stats, arrived, out,
-    cos, sin, q_norm, k_norm,
-    scale, cap, window, eps, q_stride, k_stride, v_stride, out_stride, table_stride, cos_stride,
+    cos, sin, q_norm, k_norm, slopes,
+    scale, cap, rounded, window, eps,
+    q_stride, k_stride, v_stride, out_stride, table_stride, cos_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, NORMS: tl.constexpr, AHEAD: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SLOPES: tl.constexpr, NORMS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A layer's rotation, cache write and attention, in a step with one token per sequence.
@@ -228,6 +250,9 @@ def decode(
         if PDL:
             gdc_wait()
         query_head = head * REP + m
+        slope = tl.zeros((ROWS,), tl.float32)
+        if SLOPES:
+            slope = tl.load(slopes + query_head, mask=real, other=0.0)
         x = _turned(
             (q + row * q_stride + query_head * D)[:, None],
             cos + row * cos_stride, sin + row * cos_stride, q_norm, mask, d, eps, D, NORMS,
@@ -245,8 +270,8 @@ def decode(
         position = tl.zeros((ROWS,), tl.int32) + own
         top, total, acc = _add_keys(
             x, top, total, acc, keys, values, table, position, rest, last, last,
-            scale, cap, window, head * D,
-            G * D, D, BLOCK_D, PAGE, TILE, True, WINDOW, CAP, PRODUCT, PRECISION,
+            scale, cap, slope, rounded, window, head * D,
+            G * D, D, BLOCK_D, PAGE, TILE, True, WINDOW, CAP, SLOPES, PRODUCT, PRECISION,
         )  # fmt: skip
         if AHEAD:
             sees = there[None, :] & (key[None, :] <= position[:, None])
@@ -254,7 +279,8 @@ def decode(
                 sees &= key[None, :] > position[:, None] - window
             top, total, acc = _add_tile(
                 x, top, total, acc, first_k, first_v, sees, scale, cap,
-                True, CAP, PRODUCT, PRECISION,
+                _biases(slope, position, key, rounded, SLOPES),
+                True, CAP, SLOPES, PRODUCT, PRECISION,
             )  # fmt: skip
         if end > own:
             own_cell = (own_page * PAGE + own % PAGE) * (G * D) + head * D
@@ -265,6 +291,9 @@ def decode(
             score = tl.sum(x.to(tl.float32) * new_key.to(kind).to(tl.float32), 1) * scale
             if CAP:
                 score = cap * (2 * tl.sigmoid(2 * score / cap) - 1)
+            if SLOPES == 2:
+                product = slope * own.to(tl.float32).to(tl.bfloat16).to(tl.float32)
+                score += product.to(tl.bfloat16).to(tl.float32) * rounded
             top, total, acc = _merge(
                 top, total, acc, score * _LOG2E, tl.full((ROWS,), 1.0, tl.float32),
                 tl.zeros((ROWS, BLOCK_D), tl.float32) + new_value.to(tl.float32),
@@ -289,10 +318,11 @@ def decode(
 @triton.jit(do_not_specialize=["window"])
 def attend(
     q, keys, values, tables, items, num_items, partial, stats, arrived, out,
-    scale, cap, window, q_stride, out_stride, table_stride,
+    slopes, scale, cap, rounded, window, q_stride, out_stride, table_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, PARTS: tl.constexpr, ORDERED: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, SLOPES: tl.constexpr, PARTS: tl.constexpr,
+    ORDERED: tl.constexpr,
     PRODUCT: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attention of q [T, H, D], with rows `q_stride` apart, over cached keys: out [T, H, D].
@@ -325,6 +355,9 @@ def attend(
         token = m // REP
         real = token < num_tokens
         query_head = head * REP + m % REP
+        slope = tl.zeros((ROWS,), tl.float32)
+        if SLOPES:
+            slope = tl.load(slopes + query_head, mask=real, other=0.0)
         where = (row + token).to(tl.int64)
         mask = real[:, None] & inside[None, :]
         x = tl.load(
@@ -345,8 +378,8 @@ def attend(
                 part_top, part_total, part_acc = _add_keys(
                     x, part_top, part_total, part_acc, keys, values, table, position,
                     tl.maximum(start, begin // TILE * TILE), tl.minimum(start + SPLIT, end), last,
-                    scale, cap, window, head * D,
-                    G * D, D, BLOCK_D, PAGE, TILE, True, WINDOW, CAP, PRODUCT, PRECISION,
+                    scale, cap, slope, rounded, window, head * D,
+                    G * D, D, BLOCK_D, PAGE, TILE, True, WINDOW, CAP, SLOPES, PRODUCT, PRECISION,
                 )  # fmt: skip
                 top, total, acc = _merge(top, total, acc, part_top, part_total, part_acc)
         else:
@@ -357,13 +390,13 @@ def attend(
             whole = tl.maximum(whole, begin)
             top, total, acc = _add_keys(
                 x, top, total, acc, keys, values, table, position, begin, whole, last,
-                scale, cap, window, head * D,
-                G * D, D, BLOCK_D, PAGE, TILE, False, WINDOW, CAP, PRODUCT, PRECISION,
+                scale, cap, slope, rounded, window, head * D,
+                G * D, D, BLOCK_D, PAGE, TILE, False, WINDOW, CAP, SLOPES, PRODUCT, PRECISION,
             )  # fmt: skip
             top, total, acc = _add_keys(
                 x, top, total, acc, keys, values, table, position, whole, end, last,
-                scale, cap, window, head * D,
-                G * D, D, BLOCK_D, PAGE, TILE, True, WINDOW, CAP, PRODUCT, PRECISION,
+                scale, cap, slope, rounded, window, head * D,
+                G * D, D, BLOCK_D, PAGE, TILE, True, WINDOW, CAP, SLOPES, PRODUCT, PRECISION,
             )  # fmt: skip
         writes = num_tokens > 0
         if PARTS:
