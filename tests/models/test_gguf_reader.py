@@ -162,7 +162,7 @@ def test_a_header_cut_anywhere(tmp_path: Path) -> None:
     assert len(read_gguf(tmp_path / "m.gguf").tensors) == 2
 
 
-COUNTS = [(4, 0), (4, 33), (4, 2**32 - 1), (8, 2**16), (8, 2**62), (8, 2**64 - 1)]
+COUNTS = [(4, 33), (4, 2**32 - 1), (8, 2**16), (8, 2**62), (8, 2**64 - 1)]
 """(bytes, number)"""
 
 
@@ -178,26 +178,25 @@ def test_a_header_damaged_anywhere(tmp_path: Path) -> None:
     damaged = [
         whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
         for at in range(4, end)
-        for bit in (0, 3, 7)
+        for bit in (0, 7)
     ]
     damaged += [
         whole[:at] + count.to_bytes(width, "little") + whole[at + width :]
         for at in range(4, end - 8)
         for width, count in COUNTS
     ]
-    refused = 0
+    refused = []
     for content in damaged:
         path.write_bytes(content)
         try:
             found = read_gguf(path)
             dict(found.metadata)
         except LoadError as error:
-            refused += 1
-            assert str(error).startswith(str(path))
-            assert len(str(error)) < 700
+            refused.append(str(error))
             continue
         assert sum(each.rows.size for each in found.tensors.values()) <= len(content)
-    assert refused > len(damaged) // 2
+    assert len(refused) > len(damaged) // 2
+    assert all(each.startswith(str(path)) and len(each) < 700 for each in refused)
 
 
 def test_a_plan_takes_no_vocabulary(tmp_path: Path) -> None:
