@@ -89,9 +89,9 @@ LEVELS = (
     ),
     Level(
         "engine.client.async_llm engine.process.messages engine.build.diagnosis"
-        " engine.build.runner_factory cells",
+        " engine.build.runner_factory engine.build.planner cells",
         "the asyncio façade; frames; what a machine is good for; the runner of a model for a"
-        " device; an explicit batch over cells that the caller manages",
+        " device; what a server will need; an explicit batch over cells that the caller manages",
     ),
     Level(
         "engine.build.assemble engine.process.child engine.process.engine_run",

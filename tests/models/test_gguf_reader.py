@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from infer.config import EngineConfig
-from infer.engine.build.assemble import plan_for
+from infer.engine.build.planner import plan_for
 from infer.errors import LoadError
 from infer.models.gguf_reader import read_gguf
 from infer.models.hub import locate

@@ -20,7 +20,7 @@ import numpy as np
 
 from infer.errors import LoadError
 from infer.models.gguf_names import SPLIT_NAME
-from infer.models.weights import listing
+from infer.readable_text import listing
 
 _MAX_ITEMS = 2_000_000
 """Maximum number of items of all arrays of a file; the largest vocabularies take 850,000."""
