@@ -25,7 +25,8 @@ from infer import LLM, SamplingParams
 from infer.bench.machine import reader
 from infer.bench.workloads import Draw
 from infer.kernels.invariance import linears
-from infer.kernels.linear import Linear, PackedLinear, held_bytes, native_obstacle
+from infer.kernels.linear import Linear, PackedLinear, held_bytes
+from infer.kernels.native import native_obstacle
 
 INPUT_LEN, STEPS = 128, 32
 """Prompt and measured steps of a single stream, in tokens."""

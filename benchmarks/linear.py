@@ -28,11 +28,10 @@ from infer.kernels.linear import (
     Linear,
     NativeLinear,
     PackedLinear,
-    instruction_set,
     make_linear,
     onednn_has_bfloat16,
-    weight_bytes,
 )
+from infer.kernels.native import instruction_set, weight_bytes
 
 Shapes = list[tuple[int, int]]
 """(K, N) of layers that are measured together"""
@@ -84,7 +83,7 @@ def kinds(
         if name == "onednn16" and not onednn_has_bfloat16():
             continue
         quantization = name if name.startswith("int") else None
-        each = 4.0 if name == "onednn32" else weight_bytes(quantization, torch.bfloat16, 1024)
+        each = 4.0 if name == "onednn32" else weight_bytes(quantization, 2, 1024)
         if name in NUMBERS:
             each = packed_bytes([name], 1024) / (PANEL * 1024)
         layers: list[Linear] = []

@@ -35,8 +35,8 @@ from k_quants import q4_k, q6_k
 
 from infer import LLM, SamplingParams
 from infer.config import EngineConfig
-from infer.engine.build.assemble import plan_for
 from infer.engine.build.checkpoint import find_checkpoint
+from infer.engine.build.planner import plan_for
 from infer.models.hub import locate
 from infer.text.tokenizer import Tokenizer
 

@@ -83,9 +83,10 @@ LEVELS = (
         " draft model on the disk; which bits an engine computes",
     ),
     Level(
-        "engine.client.async_llm engine.build.diagnosis engine.build.runner_factory cells",
-        "the asyncio façade; what a machine is good for; the runner of a model for a device; an"
-        " explicit batch over cells that the caller manages",
+        "engine.client.async_llm engine.build.diagnosis engine.build.runner_factory"
+        " engine.build.planner cells",
+        "the asyncio façade; what a machine is good for; the runner of a model for a device; what a"
+        " server will need; an explicit batch over cells that the caller manages",
     ),
     Level("engine.build.assemble", "the composition root"),
     Level("engine.llm", "the blocking façade"),

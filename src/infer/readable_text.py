@@ -1,6 +1,8 @@
-"""`readable`: valid text of what the locale cannot decode, such as the bytes of a path"""
+"""`readable`: valid text of what the locale cannot decode, such as a path; `listing` of names"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def readable(text: str) -> str:
@@ -15,3 +17,9 @@ def readable(text: str) -> str:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     except UnicodeEncodeError:  # a surrogate that stands for no byte
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def listing(names: Sequence[str]) -> str:
+    """The first 12 names, each cut to 200 characters, and the number of the others."""
+    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
+    return f"{', '.join(f'{name:.200}' for name in names[:12])}{more}"

@@ -20,7 +20,7 @@ from infer.cli.bench import app
 from infer.config import EngineConfig
 from infer.engine.build.checkpoint import find_checkpoint
 from infer.errors import ConfigError
-from infer.kernels.linear import bfloat16_obstacle
+from infer.kernels.native import bfloat16_obstacle
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

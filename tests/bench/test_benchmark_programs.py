@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from infer.kernels import loader
-from infer.kernels.linear import native_obstacle
+from infer.kernels.native import native_obstacle
 from infer.models.hub import SHIPPED_FOLDER
 
 ROOT = Path(__file__).parents[2]

@@ -21,8 +21,9 @@ from infer.bench.measure import BenchOptions
 from infer.cli.main import COMMANDS, app, main
 from infer.cluster.cluster_settings import AllSettings, ClusterSettings
 from infer.config import MAX_REPLICAS, EngineConfig, Setting, settings_of
-from infer.engine.build.assemble import plan_for
-from infer.engine.build.machine_share import may_have_gpu, shares_of
+from infer.engine.build.machine_share import shares_of
+from infer.engine.build.planner import plan_for
+from infer.engine.build.processors import may_have_gpu
 from infer.errors import ConfigError
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits

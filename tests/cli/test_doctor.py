@@ -13,7 +13,7 @@ from infer.config import EngineConfig
 from infer.engine.build import diagnosis
 from infer.engine.build.diagnosis import diagnose
 from infer.errors import ConfigError
-from infer.kernels import linear, loader
+from infer.kernels import loader, native
 
 SUBJECTS = [
     *("infer", "processor", "cores", "memory", "GPU"),
@@ -93,6 +93,6 @@ def test_an_instruction_set_that_the_cpu_lacks(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"INFER_ISA=.* does not run here; use "):
         diagnosis.check_instruction_set()
     monkeypatch.delenv("INFER_ISA")
-    monkeypatch.setenv(linear.VARIABLE, "no")
+    monkeypatch.setenv(native.VARIABLE, "no")
     with pytest.raises(ConfigError, match="use onednn or one of amx, "):
         diagnosis.check_instruction_set()

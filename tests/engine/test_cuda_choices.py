@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from infer.config import EngineConfig
-from infer.engine.build import assemble, hardware
+from infer.engine.build import assemble, hardware, planner
 from infer.engine.build.memory_plan import CUDA_TOKENS_BESIDE_STREAMS
 from infer.engine.build.runner_factory import RunnerFactory
 from infer.errors import ConfigError
@@ -132,7 +132,7 @@ def test_the_next_engine_gets_as_many_pages() -> None:
 def test_rehearsed_steps_are_steps_that_there_may_be(seats: int, max_seq_len: int) -> None:
     config = EngineConfig(device="cpu", max_num_batched_tokens=4096, max_seq_len=max_seq_len)
     unused: Any = None
-    factory = RunnerFactory(config, assemble.plan_for(config), unused, unused, CPU, seats)
+    factory = RunnerFactory(config, planner.plan_for(config), unused, unused, CPU, seats)
     for num_sequences, num_tokens in (*factory.rehearsals, factory.full_step):
         assert 1 <= num_sequences <= seats
         assert 1 <= num_tokens <= max_seq_len

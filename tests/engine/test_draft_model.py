@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from infer import LLM, EngineConfig, SamplingParams
 from infer.cli.main import app
-from infer.engine.build.assemble import plan_for
+from infer.engine.build.planner import plan_for
 from infer.errors import ConfigError, LoadError
-from infer.kernels.linear import quantization_obstacle
+from infer.kernels.native import quantization_obstacle
 from infer.runner.sampler import sample, sampler_for
 from infer.schedule.drafting import Drafter
 from infer.schedule.sequence import Sequence

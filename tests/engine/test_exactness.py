@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from infer.cli.main import app
 from infer.config import EngineConfig, Quantization
 from infer.engine.build import diagnosis
-from infer.engine.build.assemble import assemble, plan_for
+from infer.engine.build.assemble import assemble
 from infer.engine.build.exactness import FORMATS, MODELS, cost_of, table, trade_of
-from infer.kernels.linear import quantization_obstacle
+from infer.engine.build.planner import plan_for
+from infer.kernels.native import quantization_obstacle
 
 ROOT = Path(__file__).parents[2]
 QUANTIZED = get_args(Quantization)

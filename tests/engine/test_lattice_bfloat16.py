@@ -19,13 +19,13 @@ from gguf import GGMLQuantizationType as Q
 
 from infer import LLM
 from infer.attention.cpu import obstacle
-from infer.kernels.linear import bfloat16_obstacle, quantization_obstacle
 from infer.kernels.loader import (
     ISA_VARIABLE,
     available,
     chosen_instruction_set,
     instruction_sets,
 )
+from infer.kernels.native import bfloat16_obstacle, quantization_obstacle
 from infer.types import RequestOutput
 from tests.support.cases import slow_but
 from tests.support.checkpoints import make_model

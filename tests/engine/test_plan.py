@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 from infer import LLM, EngineConfig
 from infer.cli.main import app, main
 from infer.engine.build import hardware
-from infer.engine.build.assemble import plan_for
 from infer.engine.build.memory_plan import make_plan, useful_pages
+from infer.engine.build.planner import plan_for
 from infer.errors import ConfigError
-from infer.kernels import linear, loader
+from infer.kernels import linear, loader, native
 from infer.kernels.loader import int8_cache_obstacle
 from infer.models.registry import parse_model_config, read_model_config
+from tests.support import gguf_files
 from tests.support.checkpoints import make_model, write_checkpoint
 from tests.support.model_shapes import SHAPES
 
@@ -93,7 +94,7 @@ WITHOUT_COMPILER = """
 import sys
 from pathlib import Path
 from infer import LLM, EngineConfig, SamplingParams
-from infer.engine.build.assemble import plan_for
+from infer.engine.build.planner import plan_for
 for folder in Path(sys.argv[1]).iterdir():
     plan_for(EngineConfig(model=str(folder), device="cpu"))
     assert "torch._dynamo" not in sys.modules, folder
@@ -109,6 +110,36 @@ def test_no_start_imports_torchs_compiler(tmp_path: Path) -> None:
     for family in SHAPES:
         write_checkpoint(tmp_path / family, family)
     subprocess.run([sys.executable, "-c", WITHOUT_COMPILER, str(tmp_path)], check=True)
+
+
+PLAN = """
+import runpy, sys
+try:
+    runpy.run_module("infer", run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+print({"torch", "transformers", "gguf"} & {*sys.modules})
+"""
+
+
+@pytest.mark.parametrize("what", ["folder", "GGUF", "int8", "the demo model"])
+def test_a_plan_imports_no_torch(what: str, tmp_path: Path) -> None:
+    """It needs a second, the plan a third of one. A GPU is asked about with torch only."""
+    if reason := native.native_obstacle():
+        pytest.skip(f"torch says how fast its products are: {reason}")
+    model = [str(tmp_path)]
+    if what == "GGUF":
+        model = [str(tmp_path / "m.gguf")]
+        gguf_files.write(tmp_path / "m.gguf", "llama", make_model("llama"))
+    elif what == "the demo model":
+        model = []
+    else:
+        write_checkpoint(tmp_path)
+    dtype = ["--dtype", "int8"] if what == "int8" else []
+    command = [sys.executable, "-c", PLAN, "plan", *model, "--device", "cpu", *dtype]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8")
+    assert "verdict" in done.stdout
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 def test_what_does_not_fit_is_refused_early_with_the_table(
@@ -205,7 +236,7 @@ def test_models_lists_families_and_the_cache(
 
 
 ISA = None if loader.available() else loader.chosen_instruction_set()
-INT8_OBSTACLE = int8_cache_obstacle(128, 16) or linear.bfloat16_obstacle()
+INT8_OBSTACLE = int8_cache_obstacle(128, 16) or native.bfloat16_obstacle()
 
 
 @pytest.mark.skipif(INT8_OBSTACLE is not None, reason=str(INT8_OBSTACLE))
@@ -290,8 +321,8 @@ def test_whole_numbers_without_kernels_and_onednn_are_refused(
     settings: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "library", lambda: "no library")
-    monkeypatch.delenv(linear.VARIABLE, raising=False)
-    monkeypatch.setattr(linear, "_has_onednn", lambda *_: False)
+    monkeypatch.delenv(native.VARIABLE, raising=False)
+    monkeypatch.setattr(linear, "has_onednn", lambda *_: False)
     name, value = next(iter(settings.items()))
     model = parse_model_config(LLAMA_3B, "here")
     with pytest.raises(ConfigError, match=f"{name}: '{value}' is not possible here: {reason}"):

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from infer import LLM, SamplingParams
 from infer.cli.main import app
 from infer.config import EngineConfig
-from infer.engine.build.assemble import request_defaults
+from infer.engine.build.planner import request_defaults
 from infer.errors import ConfigError, LoadError
 from tests.support import gguf_files
 from tests.support.checkpoints import make_model, write_llama

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from infer.kernels import linear, loader
+from infer.kernels import loader, native
 from tests.support import isas
 
 
@@ -25,11 +25,11 @@ def ask_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """
 
     def ask(name: str) -> None:
-        monkeypatch.setenv(linear.VARIABLE, name)
+        monkeypatch.setenv(native.VARIABLE, name)
         monkeypatch.delenv(loader.ISA_VARIABLE, raising=False)  # it limits what can be asked for
         if name != "onednn" and name not in loader.instruction_sets():
             pytest.skip(f"no {name} here")
-        assert (linear.native_obstacle() is None) is (name != "onednn")
+        assert (native.native_obstacle() is None) is (name != "onednn")
 
     return ask
 

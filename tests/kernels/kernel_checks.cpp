@@ -241,6 +241,14 @@ struct BlockShape {
   int type;
   long inputs, bytes;        // of a block
   std::vector<long> halves;  // where its numbers in float16 are
+  long exponent = -1;        // where its exponent of 2 is, if it has one
+};
+
+const BlockShape BLOCK_SHAPES[] = {
+    {2, 32, 18, {0}},       {3, 32, 20, {0, 2}},     {6, 32, 22, {0}},      {7, 32, 24, {0, 2}},
+    {8, 32, 34, {0}},       {10, 256, 84, {80, 82}}, {11, 256, 110, {108}}, {12, 256, 144, {0, 2}},
+    {13, 256, 176, {0, 2}}, {14, 256, 210, {208}},   {20, 32, 18, {0}},     {23, 256, 136, {0}},
+    {39, 32, 17, {}, 0},
 };
 
 // Rows of blocks with any codes and scales of some thousandths.
@@ -254,6 +262,8 @@ std::vector<uint8_t> random_blocks(const BlockShape& s, long count, uint64_t see
       made[(size_t)(block * s.bytes + at)] = (uint8_t)half,
                                       made[(size_t)(block * s.bytes + at + 1)] = (uint8_t)(half >> 8);
     }
+  for (long block = 0; block < count && s.exponent >= 0; ++block)
+    made[(size_t)(block * s.bytes + s.exponent)] = (uint8_t)(116 + random.uniform() * 4);
   return made;
 }
 
@@ -605,9 +615,7 @@ void check_all(const char* isa, Extent extent) {
       check_linear(isa, {K, N, bits, bits % 3, true, false}, extent);  // 16: silu, 8: gelu, 4: silu
       if (extent == ALL) check_linear(isa, {K, N - 1, bits, 0, true, true}, extent);
     }
-  for (const BlockShape& s : {BlockShape{2, 32, 18, {0}}, BlockShape{8, 32, 34, {0}}, BlockShape{12, 256, 144, {0, 2}},
-                              BlockShape{13, 256, 176, {0, 2}}, BlockShape{14, 256, 210, {208}}})
-    check_blocks(isa, s, extent);
+  for (const BlockShape& s : BLOCK_SHAPES) check_blocks(isa, s, extent);
   for (const int element : {4, 2, 1})
     for (const int D : {64, 128, 256, 40, 8}) {
       if (element == 1 && D < 64) continue;

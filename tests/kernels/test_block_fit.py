@@ -11,9 +11,10 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from torch import Tensor
 
-from infer.kernels import linear, loader
+from infer.kernels import linear, loader, native
 from infer.kernels.blocks import BlockWeight, fitted, fitted_bytes, fitted_kind
-from infer.kernels.linear import NativeLinear, PlainLinear, make_linear, quantization_obstacle
+from infer.kernels.linear import NativeLinear, PlainLinear, make_linear
+from infer.kernels.native import quantization_obstacle
 
 obstacle = quantization_obstacle("int4")
 pytestmark = pytest.mark.skipif(obstacle is not None, reason=str(obstacle))
@@ -134,7 +135,7 @@ def test_sizes() -> None:
 def test_it_needs_the_kernels(
     ask_for: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(linear.VARIABLE, "onednn")
+    monkeypatch.setenv(native.VARIABLE, "onednn")
     assert "own kernels do not run" in str(quantization_obstacle("int4"))
     planned = make_linear(torch.empty((32, 64), device="meta").bfloat16(), quantization="int4")
     assert isinstance(planned, (PlainLinear, linear.PackedLinear))

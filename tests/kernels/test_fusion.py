@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.kernels import linear, loader
+from infer.kernels import linear, loader, native
 from infer.kernels.invariance import batch_invariance_problem
 from infer.kernels.linear import (
     Fusion,
@@ -246,11 +246,11 @@ def test_all_instruction_sets_agree_in_whole_numbers(
 
 
 def test_whole_numbers_are_held_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(linear.VARIABLE, raising=False)
+    monkeypatch.delenv(native.VARIABLE, raising=False)
     weight, x = random(20, 48), random(3, 48, seed=1)
     best = make_linear(weight.split([8, 12]), quantization="int8")
-    assert isinstance(best, Int8Linear if linear.native_obstacle() else NativeLinear)
-    monkeypatch.setenv(linear.VARIABLE, "onednn")
+    assert isinstance(best, Int8Linear if native.native_obstacle() else NativeLinear)
+    monkeypatch.setenv(native.VARIABLE, "onednn")
     other = make_linear(weight.split([8, 12]), quantization="int8")
     assert isinstance(other, Int8Linear)
     torch.testing.assert_close(best(x), other(x), rtol=0.02, atol=0.1)

@@ -10,8 +10,9 @@ import torch
 
 from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
-from infer.kernels import linear, loader
-from infer.kernels.linear import NativeLinear, Norm, native_obstacle
+from infer.kernels import loader, native
+from infer.kernels.linear import NativeLinear, Norm
+from infer.kernels.native import native_obstacle
 from infer.kernels.rotary import HeadNorms, QKRotation
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Sequence
@@ -24,7 +25,7 @@ NUM_TOKENS, HEADS, DIM, PAGE = 40, 3, 64, 16
 
 @pytest.fixture(autouse=True)
 def limit_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(linear.VARIABLE, raising=False)
+    monkeypatch.delenv(native.VARIABLE, raising=False)
     yield
     monkeypatch.undo()
     loader.chosen_instruction_set()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
-from infer.kernels import linear, loader
+from infer.kernels import linear, loader, native
 from infer.kernels.layer_stack import LayerStack, obstacle, stack_layers
 from infer.kernels.linear import Norm
 from infer.kernels.rotary import HeadNorms, QKRotation
@@ -147,7 +147,7 @@ def test_layers_of_another_form_are_no_stack(case: tuple[str, str], tmp_path: Pa
 
 
 def test_other_layers_are_no_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(linear.VARIABLE, "onednn")
+    monkeypatch.setenv(native.VARIABLE, "onednn")
     assert make(tmp_path, "llama").stack is None
 
 
@@ -156,7 +156,7 @@ def test_other_layers_are_no_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
 @pytest.fixture
 def model(tmp_path: Path) -> Decoder:
-    if reason := linear.native_obstacle():
+    if reason := native.native_obstacle():
         pytest.skip(reason)
     return make(tmp_path, "qwen3")
 
@@ -315,7 +315,7 @@ def test_a_layer_that_does_something_else_is_computed_by_the_loop(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing declares it: what the layers do is compared when the model is loaded."""
-    if reason := linear.native_obstacle():
+    if reason := native.native_obstacle():
         pytest.skip(reason)
     monkeypatch.setattr(decoder.DecoderLayer, "__call__", change(decoder.DecoderLayer.__call__))
     monkeypatch.setattr(LayerStack, "__call__", None)
@@ -326,7 +326,7 @@ def test_a_layer_that_does_something_else_is_computed_by_the_loop(
 def test_so_is_a_loop_that_does_something_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if reason := linear.native_obstacle():
+    if reason := native.native_obstacle():
         pytest.skip(reason)
 
     class Later(Decoder):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from infer.config import EngineConfig
 from infer.engine.build import assemble
-from infer.kernels import linear, loader
+from infer.kernels import linear, loader, native
 from infer.kernels.invariance import batch_invariance_problem, linears
 from infer.kernels.linear import NativeLinear, PackedLinear, PlainLinear, make_linear
 from infer.models.model import build_model
@@ -140,7 +140,7 @@ def test_it_is_chosen_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b is not None
     assert torch.equal(product(torch.zeros((2, 64)).bfloat16()), b.expand(2, -1))
     assert isinstance(make_linear(weight.float()), PackedLinear)
-    monkeypatch.setenv(linear.VARIABLE, "onednn")
+    monkeypatch.setenv(native.VARIABLE, "onednn")
     assert isinstance(make_linear(weight, b), PackedLinear)
 
 
@@ -157,7 +157,7 @@ def test_without_it_torch_multiplies(cause: str, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(loader, "library", lambda: library)
         monkeypatch.setattr(loader, "instruction_sets", lambda: ("portable",))
         monkeypatch.delenv(loader.ISA_VARIABLE, raising=False)
-    monkeypatch.delenv(linear.VARIABLE, raising=False)
+    monkeypatch.delenv(native.VARIABLE, raising=False)
     weight, b = layer(48, 20, True)
     x = rows(3, 48)
     product = make_linear(weight.split([8, 12]), b)
@@ -166,13 +166,13 @@ def test_without_it_torch_multiplies(cause: str, monkeypatch: pytest.MonkeyPatch
     reason = MISSING if cause == "library" else "does not run here"
     with pytest.raises(RuntimeError, match=reason):
         NativeLinear([weight], b)
-    monkeypatch.setenv(linear.VARIABLE, "avx512")
+    monkeypatch.setenv(native.VARIABLE, "avx512")
     with pytest.raises(ValueError, match=f"avx512 is not possible: .*{reason}"):
         make_linear(weight, b)
 
 
 def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(linear.VARIABLE, "mkl")
+    monkeypatch.setenv(native.VARIABLE, "mkl")
     with pytest.raises(ValueError, match="use onednn or one of amx, avx512_bf16"):
         make_linear(torch.ones(2, 2).bfloat16())
 
@@ -197,7 +197,7 @@ def test_bfloat16_is_not_packed_where_onednn_refuses_it(
     product, x = make_linear(weight, b), rows(3, 48)
     assert isinstance(product, PlainLinear)
     torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, b))
-    assert "no arithmetic for bfloat16" in str(linear.bfloat16_obstacle())
+    assert "no arithmetic for bfloat16" in str(native.bfloat16_obstacle())
     monkeypatch.undo()
     linear.onednn_has_bfloat16.cache_clear()
 
@@ -273,7 +273,7 @@ def test_the_check_sees_the_layers_of_a_model(architecture: str, dtype: torch.dt
     model = build_model(parse_model_config(raw, "test"), source, 64)
     found = list(linears(model))
     assert len(found) == 4 * 3 + 1
-    promised_here = dtype == torch.float32 or linear.native_obstacle() is None
+    promised_here = dtype == torch.float32 or native.native_obstacle() is None
     if promised_here:
         assert batch_invariance_problem(model) is None
     model.lm_head = Breaking(layer(32, 90, False)[0].to(dtype), 40)

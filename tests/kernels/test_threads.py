@@ -17,7 +17,8 @@ from torch import Tensor
 
 from infer import LLM, SamplingParams
 from infer.kernels import loader
-from infer.kernels.linear import NativeLinear, native_obstacle
+from infer.kernels.linear import NativeLinear
+from infer.kernels.native import native_obstacle
 from infer.kernels.team import (
     CoresTaken,
     ForKernels,

@@ -20,21 +20,24 @@ from gguf import GGMLQuantizationType as Q
 
 from infer import LLM, SamplingParams
 from infer.config import EngineConfig
-from infer.engine.build.assemble import plan_for
+from infer.engine.build.planner import plan_for
 from infer.errors import LoadError
+from infer.kernels.blocks import NUMBERS
 from infer.kernels.invariance import linears
-from infer.kernels.linear import BlockEmbedding, NativeLinear, native_obstacle
+from infer.kernels.linear import BlockEmbedding, NativeLinear
+from infer.kernels.native import native_obstacle
 from infer.models.gguf_blocks import as_held, held_kind, numbers
 from infer.models.gguf_file import GGUFFile
 from infer.models.gguf_reader import KINDS, TENSOR_KINDS
 from infer.models.hub import locate
 from tests.support.checkpoints import make_model
-from tests.support.gguf_files import blocks, dense_logits, write, write_gpt2
+from tests.support.gguf_files import FACTORS, blocks, dense_logits, write, write_gpt2
 from tests.support.parity import deviation, reference, tokens_of
 
 pytestmark = pytest.mark.skipif(native_obstacle() is not None, reason=str(native_obstacle()))
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+NARROW = {"hidden_size": 160, "intermediate_size": 224, "head_dim": 32}
 CASES: dict[str, tuple[str, Q, Q | None, dict[str, Any]]] = {
     "Q8_0": ("llama", Q.Q8_0, None, {}),
     "Q4_0": ("llama", Q.Q4_0, Q.Q6_K, {}),
@@ -43,6 +46,10 @@ CASES: dict[str, tuple[str, Q, Q | None, dict[str, Any]]] = {
     "Q6_K": ("qwen3", Q.Q6_K, Q.F16, {"head_dim": 64}),
     "Q5_0": ("qwen2", Q.Q5_0, Q.Q5_0, {}),
     "Q4_1 and Q5_1": ("llama", Q.Q4_1, Q.Q5_1, {}),
+    "Q2_K and Q3_K": ("llama", Q.Q2_K, Q.Q3_K, {}),
+    "IQ4_XS, as IQ4_XS": ("llama", Q.IQ4_XS, Q.Q6_K, {}),
+    "IQ4_NL, tied, rows of 32": ("llama", Q.IQ4_NL, None, {**NARROW, "tie_word_embeddings": True}),
+    "MXFP4, rows of 32": ("llama", Q.MXFP4, Q.Q8_0, NARROW),
     "gemma3, tied": ("gemma3", Q.Q8_0, None, {"query_pre_attn_scalar": 24}),
 }
 
@@ -237,43 +244,39 @@ def test_parts_that_do_not_fit_are_refused(mixed: Path, tmp_path: Path) -> None:
         GGUFFile(paths[0])
 
 
-EXACT = (Q.IQ4_NL, Q.Q3_K)
-ROUNDED = (Q.Q2_K, Q.IQ4_XS, Q.IQ2_XXS, Q.IQ2_XS, Q.IQ2_S, Q.IQ3_XXS, Q.IQ3_S,
-           Q.MXFP4)  # fmt: skip
+EXACT = (Q.Q4_0, Q.Q5_0, Q.IQ4_NL)
+ROUNDED = [kind for kind in FACTORS if kind not in (*EXACT, Q.Q8_0)]
+
+
+def test_types_with_kernels_are_held_as_they_are() -> None:
+    for kind in NUMBERS:
+        assert held_kind(KINDS[kind], 256) == kind
 
 
 @pytest.mark.parametrize("kind", [*EXACT, *ROUNDED], ids=lambda kind: kind.name)
-def test_other_types_are_converted(kind: Q) -> None:
+def test_every_type_can_be_converted(kind: Q) -> None:
     """To the same numbers, or to numbers nearer to them than 1/220 of the largest one of 32.
 
     Half a step of 1/127, and the rounding of the step to float16, by 3e-8 where it is small.
     """
-    rows = blocks((3, 512), kind)
-    if kind == Q.MXFP4:
-        rows.reshape(-1, 17)[:, 0] = np.resize([118, 121, 124], rows.size // 17)  # exponents
-    stored = KINDS[kind.name]
-    held = held_kind(stored, 512)
-    assert held is not None
+    rows, stored = blocks((3, 512), kind), KINDS[kind.name]
     before = gguf.quants.dequantize(rows, kind).reshape(-1, 32)
     assert np.array_equal(numbers(rows, stored).numpy().reshape(-1, 32), before)
-    after = gguf.quants.dequantize(as_held(rows, stored, held), Q[held]).reshape(-1, 32)
+    after = gguf.quants.dequantize(as_held(rows, stored, "Q8_0"), Q.Q8_0).reshape(-1, 32)
     error, largest = np.abs(before - after).max(axis=1), np.abs(before).max(axis=1)
     assert np.median(largest) > 0
     if kind in EXACT:
         assert np.array_equal(before, after)
     else:
         assert (error <= largest / 220 + 4e-6).all()
-        assert kind.name != held
 
 
-@pytest.mark.parametrize("kind", [*ROUNDED, Q.Q4_1, Q.Q5_1], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", ROUNDED, ids=lambda kind: kind.name)
 def test_rounding_bit_for_bit(kind: Q) -> None:
     """A block's scale is a 127th of the largest number, and its codes are rounded to nearest even.
 
     So a file's weights are the same in every version, and on every machine."""
     rows = blocks((3, 512), kind)
-    if kind == Q.MXFP4:
-        rows.reshape(-1, 17)[:, 0] = np.resize([118, 121, 124], rows.size // 17)  # exponents
     if kind in (Q.Q4_1, Q.Q5_1):  # any two bytes are a factor: also zero, tiny, infinite and NaN
         random = np.random.default_rng(7)
         rows = random.integers(0, 256, (40, 16 * KINDS[kind.name].block_bytes), dtype=np.uint8)
@@ -293,15 +296,16 @@ def test_rounding_bit_for_bit(kind: Q) -> None:
     assert not found[~is_finite, 2:].any()
 
 
-def test_usual_types_are_converted_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_with_kernels_are_converted_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large files have billions of numbers, so nothing is done for a part of them in Python."""
     calls = []
     monkeypatch.setattr("infer.models.gguf_blocks.convert", lambda *call: calls.append(call[1]))
-    for kind in (Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.IQ4_NL, Q.Q3_K):
-        stored = KINDS[kind.name]
+    for kind in NUMBERS:
+        stored = KINDS[kind]
         rows = np.zeros((4096, 1024 // stored.block * stored.block_bytes), dtype=np.uint8)
-        as_held(rows, stored, "Q6_K" if kind == Q.Q3_K else "Q8_0")
-    assert calls == ["Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q3_K"]
+        as_held(rows, stored, "Q8_0")
+        numbers(rows, stored)
+    assert calls == [kind for kind in NUMBERS for _ in range(1 if kind == "Q8_0" else 2)]
 
 
 def test_what_is_not_quantised_is_not_held_in_blocks() -> None:
@@ -318,11 +322,10 @@ def test_the_types_have_the_sizes_of_the_format() -> None:
 
 def test_parts_of_a_conversion_join(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of several parts has the numbers that it has as one."""
-    for kind in (Q.IQ4_NL, Q.Q3_K, Q.IQ4_XS):
+    for kind in (Q.IQ2_XS, Q.IQ3_S):
         rows, stored = blocks((3, 1024), kind), KINDS[kind.name]
-        held = str(held_kind(stored, 1024))
-        whole, numbers_of_whole = as_held(rows, stored, held), numbers(rows, stored)
+        whole, numbers_of_whole = as_held(rows, stored, "Q8_0"), numbers(rows, stored)
         with monkeypatch.context() as patch:
             patch.setattr("infer.models.gguf_blocks._PART_NUMBERS", 256)
-            assert np.array_equal(as_held(rows, stored, held), whole)
+            assert np.array_equal(as_held(rows, stored, "Q8_0"), whole)
             assert torch.equal(numbers(rows, stored), numbers_of_whole)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from infer.config import EngineConfig
-from infer.engine.build.assemble import plan_for
+from infer.engine.build.planner import plan_for
 from infer.errors import LoadError
 from infer.models.gguf_reader import read_gguf
 from infer.models.hub import locate
@@ -78,7 +78,9 @@ def test_values_of_every_type(tmp_path: Path) -> None:
 def test_tensors(tmp_path: Path) -> None:
     """Offsets count from the first multiple of the alignment behind the header."""
     infos = [tensor(b"a", [2, 3], 0, 0), tensor(b"b", [32, 2], 8, 64)]
+    infos.append(tensor(b"c", [2, 3, 2], 0, 192))
     data = np.arange(6, dtype=np.float32).tobytes().ljust(64, b"\0") + bytes(range(68))
+    data = data.ljust(192, b"\0") + np.arange(12, dtype=np.float32).tobytes()
     pairs = [pair(b"general.alignment", 4, 64)]
     path = make(tmp_path / "m.gguf", pairs, infos, data, version=2, alignment=64)
     found = read_gguf(path).tensors
@@ -87,6 +89,8 @@ def test_tensors(tmp_path: Path) -> None:
     assert (found["b"].shape, found["b"].rows.shape) == ((2, 32), (2, 34))
     assert found["b"].rows.ravel().tolist() == list(range(68))
     assert found["b"].num_elements == 64
+    assert (found["c"].shape, found["c"].rows.shape) == ((2, 3, 2), (6, 8))
+    assert found["c"].rows.view(np.float32).ravel().tolist() == list(range(12))
 
 
 A = tensor(b"a", [8])
@@ -99,7 +103,15 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a tensor twice": ({"tensors": [A, A]}, "it has the tensor a twice"),
     "tensors on each other": (
         {"tensors": [tensor(f"{i}".encode(), [64]) for i in range(4)]},
-        "its tensors lie over each other",
+        "its tensors 0 and 1 lie over each other",
+    ),
+    "tensors on each other in part": (
+        {"tensors": [tensor(b"a", [4], 0, 64), tensor(b"b", [17]), tensor(b"c", [1], 0, 128)]},
+        "its tensors b and a lie over each other",
+    ),
+    "a tensor between two places": (
+        {"tensors": [tensor(b"a", [4], 0, 36)]},
+        "a begins 36 bytes behind the first one; that must be a multiple of 32",
     ),
     "a type of values to come": ({"pairs": [text(b"k") + struct.pack("<I", 13)]}, "type 13"),
     "an array of arrays": ({"pairs": [text(b"k") + struct.pack("<IIQ", 9, 9, 1)]},
@@ -148,6 +160,43 @@ def test_a_header_cut_anywhere(tmp_path: Path) -> None:
             read_gguf(tmp_path / "m.gguf")
     (tmp_path / "m.gguf").write_bytes(whole)
     assert len(read_gguf(tmp_path / "m.gguf").tensors) == 2
+
+
+COUNTS = [(4, 33), (4, 2**32 - 1), (8, 2**16), (8, 2**62), (8, 2**64 - 1)]
+"""(bytes, number)"""
+
+
+def test_a_header_damaged_anywhere(tmp_path: Path) -> None:
+    """Whatever stands in a byte, or in place of a count, is refused in one sentence or read within
+    the file."""
+    pairs = [pair(b"k", 4, 1), array(b"words", 8, [b"a", b"bc"]), array(b"many", 6, [0.5] * 4),
+             pair(b"general.alignment", 4, 32)]  # fmt: skip
+    tensors = [A, tensor(b"b", [2, 2, 2], 1, 32), tensor(b"c", [32, 2], 12 - 4, 64)]
+    path = make(tmp_path / "m.gguf", pairs, tensors, bytes(132))
+    whole = path.read_bytes()
+    end = len(whole) - 132
+    damaged = [
+        whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :]
+        for at in range(4, end)
+        for bit in (0, 7)
+    ]
+    damaged += [
+        whole[:at] + count.to_bytes(width, "little") + whole[at + width :]
+        for at in range(4, end - 8)
+        for width, count in COUNTS
+    ]
+    refused = []
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            found = read_gguf(path)
+            dict(found.metadata)
+        except LoadError as error:
+            refused.append(str(error))
+            continue
+        assert sum(each.rows.size for each in found.tensors.values()) <= len(content)
+    assert len(refused) > len(damaged) // 2
+    assert all(each.startswith(str(path)) and len(each) < 700 for each in refused)
 
 
 def test_a_plan_takes_no_vocabulary(tmp_path: Path) -> None:

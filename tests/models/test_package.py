@@ -14,7 +14,7 @@ import pytest
 
 from infer import LLM
 from infer.config import EngineConfig
-from infer.engine.build.assemble import plan_for
+from infer.engine.build.planner import plan_for
 from infer.errors import LoadError
 from infer.models.hub import locate, verify
 from tests.support.checkpoints import make_model, write_checkpoint

@@ -21,7 +21,7 @@ import torch
 
 from infer.errors import LoadError
 from infer.kernels.layer_stack import LayerStack
-from infer.kernels.linear import native_obstacle, quantization_obstacle
+from infer.kernels.native import native_obstacle, quantization_obstacle
 from infer.models.gguf_families import ARCHITECTURES as ROWS
 from infer.models.gguf_families import VARIANTS
 from infer.models.registry import ARCHITECTURES

@@ -31,7 +31,7 @@ def row_order(heads: int, size: int) -> np.ndarray:
 
 
 def blocks(shape: tuple[int, int], kind: Q) -> np.ndarray:
-    """Random blocks of any type that has a float16 factor, as rows of bytes.
+    """Random blocks of any type that has a float16 factor or an exponent, as rows of bytes.
 
     The package can read such blocks, but of K-quants and others it cannot make any.
     """
@@ -45,6 +45,8 @@ def blocks(shape: tuple[int, int], kind: Q) -> np.ndarray:
 
     for first, typical in FACTORS[kind]:
         put(first, typical)
+    if kind == Q.MXFP4:
+        raw[:, 0] = rng.integers(117, 123, len(raw), dtype=np.uint8)  # exponents of 2
     return raw.reshape(shape[0], -1)
 
 
@@ -69,6 +71,10 @@ FACTORS: dict[Q, list[tuple[int, float]]] = {
     Q.IQ3_S: [(0, 3e-3)],
     Q.MXFP4: [],
 }
+
+
+UNWRITTEN = (Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS)
+"""Types that the package cannot make of numbers."""
 
 
 def add_text(writer: gguf.GGUFWriter) -> None:
@@ -259,7 +265,7 @@ def write(
         shift = float(arch in ONE_MORE and name.endswith("norm.weight"))
         stored = kind if values.ndim > 1 and "norm" not in name else Q.F32
         stored = head if name == "lm_head.weight" and head is not None else stored
-        if stored in (Q.Q4_K, Q.Q5_K, Q.Q6_K):
+        if stored in UNWRITTEN:
             data = blocks(values.shape, stored)
         else:
             data = gguf.quants.quantize(values + np.float32(shift), stored)

@@ -116,7 +116,7 @@ def main() -> None:
     # A forked child has none of its parent's OpenMP threads and would wait for them forever.
     os.environ["OMP_NUM_THREADS"] = "1"
     from infer.config import EngineConfig
-    from infer.engine.build.assemble import plan_for
+    from infer.engine.build.planner import plan_for
 
     plan_for(EngineConfig())  # imports torch and its lazy modules, once for all children
 

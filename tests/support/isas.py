@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from infer.kernels import linear, loader
+from infer.kernels import loader, native
 from tests.support import cases
 
 BY_DEFAULT = {"portable", "avx2", "avx512", "neon", *loader.instruction_sets()[:1]}
 """The best set of this machine and one for each length of vectors. The others share the vectors'
 functions of one of these but for a product; they are tested with `-m slow`."""
 
-EXACT_DTYPE: Literal["auto", "float32"] = "auto" if linear.native_obstacle() is None else "float32"
+EXACT_DTYPE: Literal["auto", "float32"] = "auto" if native.native_obstacle() is None else "float32"
 """The dtype in which a row has the same bits in any batch: the model's with the native kernels,
 float32 without them."""
 

@@ -33,7 +33,8 @@ from infer.engine.build.hardware import (
 from infer.errors import ConfigError
 from infer.kernels import cuda, loader
 from infer.kernels.invariance import linears
-from infer.kernels.linear import Linear, make_linear, of_head, weight_bytes
+from infer.kernels.linear import Linear, make_linear
+from infer.kernels.native import of_head, weight_bytes
 from infer.models.model import build_model
 from infer.models.model_config import ModelConfig
 from infer.models.weights import WeightSource
@@ -189,7 +190,7 @@ def _layer(
 ) -> dict[str, Any]:
     """The rates of a layer of one shape at each number of rows, as medians over rotated weights."""
     width, height = shape
-    num_bytes = int(width * height * weight_bytes(held, dtype, width))
+    num_bytes = int(width * height * weight_bytes(held, dtype.itemsize, width))
     copies = max(2, math.ceil(ROTATED_BYTES / num_bytes))
     weight = torch.randn(height, width, device=device).mul_(width**-0.5).to(dtype)
     # A layer on a GPU holds the tensor that it was given.

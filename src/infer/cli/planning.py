@@ -26,12 +26,19 @@ def run_plan(
     for all of them; returns whether they fit. Raises `ConfigError` for an impossible `free_gib`."""
     if free_gib is not None and not 0 <= free_gib <= MAX_FREE_GIB:  # also false for NaN
         raise ConfigError("free_gib", f"must be between 0 and {MAX_FREE_GIB}, not {free_gib:g}")
-    # These import torch.
-    from infer.engine.build.assemble import most_replicas, plan_for, request_defaults
+    # These import numpy, and torch where there may be a GPU.
+    from infer.engine.build.planner import (
+        most_replicas,
+        opened,
+        plan_for,
+        request_defaults,
+    )
 
     free = None if free_gib is None else int(free_gib * 2**30)
-    plan, most = plan_for(config, free=free, replicas=replicas), most_replicas(config, free=free)
-    defaults = request_defaults(config)
+    checkpoint = opened(config)
+    plan = plan_for(config, checkpoint, free=free, replicas=replicas)
+    most = most_replicas(config, checkpoint, free=free)
+    defaults = request_defaults(config, checkpoint)
     fits = plan.fits and (replicas == 1 or replicas <= most)
     if as_json:
         fields = {**plan.as_dict(), "replicas": replicas, "replicas_that_fit": most}

@@ -138,8 +138,9 @@ long infer_linear_packed_bytes(long N, long K, int bits, int gate);
 // panel can be of that type.
 long infer_blocks_panel_bytes(int type, long K);
 
-// `blocks` GGUF blocks of `type` become those of `wanted`: of Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL or 32 float32 (0) a block
-// of Q8_0, of Q3_K one of Q6_K. Q4_1, Q5_1 and float32 are rounded. Returns 0 if there is no such conversion.
+// `blocks` GGUF blocks of `type`, one that panels can be of, become blocks of Q8_0 (`wanted` 8) or float32 (0). 32 float32
+// are a block of type 0, which becomes Q8_0. Q8_0 rounds the numbers of most types. Returns 0 if there is no such
+// conversion.
 int infer_blocks_convert(const uint8_t* source, int type, uint8_t* to, int wanted, long blocks, int threads);
 
 // A layer whose weight is to be written to `packed` by infer_linear_pack; bias [N] and norm [K] are copied and

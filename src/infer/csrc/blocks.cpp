@@ -3,107 +3,13 @@
 
 #include "blocks.h"
 
-#include "file_blocks.h"
+#include "file_readers.h"
 #include "isa/dispatch.h"
 #include "linear.h"
 
 namespace {
 
 using namespace linear;
-
-constexpr long MOST_INPUTS = 256;  // of a block
-
-struct Block {  // of one row, whatever its type: 32 or 256 inputs
-  uint8_t codes[MOST_INPUTS];
-  uint16_t scale, minimum;  // float16
-  uint8_t multiples[16], minima[8];
-};
-
-// 12 bytes of 6-bit numbers: 8 multiples and 8 minima.
-void read_six_bits(const uint8_t* from, Block& to) {
-  for (int i = 0; i < 4; ++i) {
-    to.multiples[i] = from[i] & 63;
-    to.minima[i] = from[i + 4] & 63;
-    to.multiples[i + 4] = (uint8_t)((from[i + 8] & 15) | (from[i] >> 6) << 4);
-    to.minima[i + 4] = (uint8_t)((from[i + 8] >> 4) | (from[i + 4] >> 6) << 4);
-  }
-}
-
-void put(Block& to, uint16_t scale, uint16_t minimum, const Codes& codes) {
-  to.scale = scale, to.minimum = minimum;
-  std::memcpy(to.codes, &codes, sizeof codes);
-}
-
-// A minimum is subtracted here and added in files.
-constexpr uint16_t SIGN = 0x8000;
-
-void read_q4_0(const uint8_t* from, Block& to) { put(to, read_half(from), 0, nibbles(from + 2)); }
-
-void read_q4_1(const uint8_t* from, Block& to) {
-  put(to, read_half(from), read_half(from + 2) ^ SIGN, nibbles(from + 4));
-}
-
-void read_q5_0(const uint8_t* from, Block& to) { put(to, read_half(from), 0, five_bits(from + 2, from + 6)); }
-
-void read_q5_1(const uint8_t* from, Block& to) {
-  put(to, read_half(from), read_half(from + 2) ^ SIGN, five_bits(from + 4, from + 8));
-}
-
-void read_q8_0(const uint8_t* from, Block& to) {
-  to.scale = read_half(from);
-  for (int i = 0; i < 32; ++i) to.codes[i] = from[2 + i] ^ 0x80;
-}
-
-void read_q4_k(const uint8_t* from, Block& to) {
-  to.scale = read_half(from), to.minimum = read_half(from + 2);
-  read_six_bits(from + 4, to);
-  const uint8_t* low = from + 16;
-  for (int part = 0; part < 4; ++part)
-    for (int i = 0; i < 32; ++i) {
-      to.codes[part * 64 + i] = low[part * 32 + i] & 15;
-      to.codes[part * 64 + 32 + i] = low[part * 32 + i] >> 4;
-    }
-}
-
-void read_q5_k(const uint8_t* from, Block& to) {
-  to.scale = read_half(from), to.minimum = read_half(from + 2);
-  read_six_bits(from + 4, to);
-  const uint8_t *high = from + 16, *low = from + 48;
-  for (int part = 0; part < 4; ++part)
-    for (int i = 0; i < 32; ++i) {
-      to.codes[part * 64 + i] = (uint8_t)((low[part * 32 + i] & 15) | (high[i] >> 2 * part & 1) << 4);
-      to.codes[part * 64 + 32 + i] = (uint8_t)(low[part * 32 + i] >> 4 | (high[i] >> (2 * part + 1) & 1) << 4);
-    }
-}
-
-void read_q6_k(const uint8_t* from, Block& to) {
-  for (int part = 0; part < 2; ++part) {
-    const uint8_t *low = from + part * 64, *high = from + 128 + part * 32;
-    uint8_t* codes = to.codes + part * 128;
-    for (int i = 0; i < 32; ++i) {
-      codes[i] = (uint8_t)((low[i] & 15) | (high[i] & 3) << 4);
-      codes[i + 32] = (uint8_t)((low[i + 32] & 15) | (high[i] >> 2 & 3) << 4);
-      codes[i + 64] = (uint8_t)(low[i] >> 4 | (high[i] >> 4 & 3) << 4);
-      codes[i + 96] = (uint8_t)(low[i + 32] >> 4 | (high[i] >> 6) << 4);
-    }
-  }
-  std::memcpy(to.multiples, from + 192, 16);
-  to.scale = read_half(from + 208);
-}
-
-void read_block(BlockType type, const uint8_t* from, Block& to) {
-  switch (type) {
-    case BlockType::Q4_0: return read_q4_0(from, to);
-    case BlockType::Q4_1: return read_q4_1(from, to);
-    case BlockType::Q5_0: return read_q5_0(from, to);
-    case BlockType::Q5_1: return read_q5_1(from, to);
-    case BlockType::Q8_0: return read_q8_0(from, to);
-    case BlockType::Q4_K: return read_q4_k(from, to);
-    case BlockType::Q5_K: return read_q5_k(from, to);
-    case BlockType::Q6_K: return read_q6_k(from, to);
-    case BlockType::NONE: return;
-  }
-}
 
 uint16_t narrowed(float x) {  // to bfloat16, to nearest even
   uint32_t bits;
@@ -140,15 +46,16 @@ void put_codes(const BlockFormat& format, uint8_t* to, Place place, const uint8_
   for (; line < end; ++line, codes += 4) {
     uint32_t four;
     std::memcpy(&four, codes, 4);
-    if (format.bits == 8) {
-      add(to + place.half * 1024 + line * 64, four);
-      continue;
-    }
-    add(to + line * 64, (four & 0x0f0f0f0f) << 4 * place.half);
-    const uint32_t high = four >> 4 & 0x0f0f0f0f;
     const long bit = line % 4 * 2, sixteen = line / 4;
-    if (format.bits == 5) add(to + 1024 + sixteen * 64, high << (bit + place.half));
-    if (format.bits == 6) add(to + 1024 + (sixteen * 2 + place.half) * 64, high << bit);
+    uint8_t* above = to + format.code_bytes();
+    const uint32_t high = four >> format.low_bits() & 0x0f0f0f0f;
+    switch (format.low_bits()) {
+      case 8: add(to + place.half * 1024 + line * 64, four); break;
+      case 4: add(to + line * 64, (four & 0x0f0f0f0f) << 4 * place.half); break;
+      default: add(to + line / 2 * 64, (four & 0x03030303) << (line % 2 * 4 + place.half * 2)); break;
+    }
+    if (format.bits - format.low_bits() == 1) add(above + sixteen * 64, high << (bit + place.half));
+    if (format.bits - format.low_bits() == 2) add(above + (sixteen * 2 + place.half) * 64, high << bit);
   }
 }
 
@@ -156,33 +63,44 @@ void put_codes(const BlockFormat& format, uint8_t* to, Place place, const uint8_
 void put_column(const BlockFormat& format, char* unit, Place place, const Block& block) {
   uint8_t* at = (uint8_t*)unit;
   const long column = place.index();
-  if (!format.has_halves) std::memcpy(at + column * 2, &block.scale, 2);
-  if (!format.has_halves && format.has_minima) std::memcpy(at + 64 + column * 2, &block.minimum, 2);
+  std::memcpy(at + column * 2, &block.scale, 2);
+  if (format.has_minima) std::memcpy(at + 64 + column * 2, &block.minimum, 2);
   at += format.head_bytes();
   const int groups = 64 / format.group;
   for (long from = 0; from < 256; from += 64, at += format.step_bytes()) {
-    for (int i = 0; i < groups && !format.has_halves; ++i) {
+    for (int i = 0; i < groups; ++i) {
       at[i * 32 + column] = block.multiples[from / format.group + i];
-      if (format.has_minima) at[(groups + i) * 32 + column] = block.minima[from / format.group + i];
+      if (format.has_minima && format.multiples == Multiples::BYTES)
+        at[(groups + i) * 32 + column] = block.minima[from / format.group + i];
     }
     put_codes(format, at + format.multiple_bytes(), place, block.codes + from, 0, 16);
   }
 }
 
-// A block of 32 inputs: the half of a step that belongs to `input`. `more` is added to its codes.
-void put_half_step(const BlockFormat& format, char* step, Place place, Block& block, long input, int more) {
+// A block of 32 inputs: the half of a step that belongs to `input`.
+void put_half_step(const BlockFormat& format, char* step, Place place, const Block& block, long input) {
   const long group = input / 32 % 2;
-  std::memcpy(step + (group * 32 + place.index()) * 2, &block.scale, 2);
+  if (format.multiples == Multiples::EXPONENTS)
+    step[group * 32 + place.index()] = (char)(block.scale ^ 0x80);
+  else
+    std::memcpy(step + (group * 32 + place.index()) * 2, &block.scale, 2);
   if (format.has_minima) std::memcpy(step + ((2 + group) * 32 + place.index()) * 2, &block.minimum, 2);
-  for (int i = 0; i < 32; ++i) block.codes[i] = (uint8_t)(block.codes[i] + more);
   put_codes(format, (uint8_t*)step + format.multiple_bytes(), place, block.codes, group * 8, group * 8 + 8);
+}
+
+// The codes of a block as those of another type, which holds the same numbers.
+void recode(const BlockFormat& from, const BlockFormat& to, Block& block) {
+  const int more = to.offset_bits < 0 ? 0 : (1 << to.offset_bits) - (1 << from.offset_bits);
+  for (long i = 0; i < from.file_inputs && from.type != to.type; ++i) {
+    const uint8_t code = block.codes[i];
+    block.codes[i] = (uint8_t)((from.table == to.table ? code : TABLES[(int)from.table][code]) + more);
+  }
 }
 
 void pack_block_panel(const BlockPacking& p, long panel) {
   const Layer& layer = p.layer;
   const BlockFormat &format = *layer.panel_blocks[panel].format, &source = *block_format(p.type);
   char* to = layer.weight + layer.panel_blocks[panel].offset;
-  const int more = format.offset_bits < 0 ? 0 : (1 << format.offset_bits) - (1 << source.offset_bits);
   Block block{};
   for (int half = 0; half < 2; ++half)
     for (int lane = 0; lane < 16; ++lane) {
@@ -193,10 +111,11 @@ void pack_block_panel(const BlockPacking& p, long panel) {
       const Place place{half, lane};
       for (long k = 0; k < layer.K; k += source.file_inputs, from += source.file_bytes) {
         read_block(p.type, from, block);
-        if (format.has_halves)
-          put_half_step(format, to + k / 64 * format.unit_bytes(), place, block, k, more);
-        else
+        recode(source, format, block);
+        if (format.has_units())
           put_column(format, to + k / 256 * format.unit_bytes(), place, block);
+        else
+          put_half_step(format, to + k / 64 * format.unit_bytes(), place, block, k);
       }
     }
 }
@@ -206,35 +125,62 @@ void pack_block_panels(void* data) {
   for (long panel; (panel = p.first + p.next.fetch_add(1)) < p.end;) pack_block_panel(p, panel);
 }
 
+// The code of an input of a step, in a column.
+int code_of(const BlockFormat& format, const uint8_t* codes, Place place, int input) {
+  const int line = input / 4, bit = line % 4 * 2, sixteen = line / 4;
+  codes += place.lane * 4 + input % 4;
+  const uint8_t* high = codes + format.code_bytes();
+  int code = 0;
+  switch (format.low_bits()) {
+    case 8: code = codes[place.half * 1024 + line * 64]; break;
+    case 4: code = codes[line * 64] >> 4 * place.half & 15; break;
+    default: code = codes[line / 2 * 64] >> (line % 2 * 4 + place.half * 2) & 3; break;
+  }
+  if (format.bits - format.low_bits() == 1) code |= (high[sixteen * 64] >> (bit + place.half) & 1) << format.low_bits();
+  if (format.bits - format.low_bits() == 2)
+    code |= (high[(sixteen * 2 + place.half) * 64] >> bit & 3) << format.low_bits();
+  return format.table == Table::NONE ? code : TABLES[(int)format.table][code];
+}
+
+struct Factors {  // a and b
+  float of_code, minimum;
+};
+
+// Those of a group of a step, in a column.
+Factors factors_of(const BlockFormat& format, const uint8_t* unit, const uint8_t* step, int group, long column) {
+  const int groups = 64 / format.group;
+  const long at = group * 32 + column, minimum_at = (groups + group) * 32 + column;
+  const float once = format.has_units() ? float_of(read_half(unit + column * 2)) : 0.f;
+  const float minimum_once =
+      format.has_units() && format.has_minima ? float_of(read_half(unit + 64 + column * 2)) : 0.f;
+  switch (format.multiples) {
+    case Multiples::HALVES:
+      return {float_of(read_half(step + at * 2)), format.has_minima ? float_of(read_half(step + minimum_at * 2)) : 0.f};
+    case Multiples::EXPONENTS: return {std::ldexp(1.f, (int8_t)step[at]), 0.f};
+    case Multiples::NIBBLES: return {once * (float)(step[at] & 15), minimum_once * (float)(step[at] >> 4)};
+    case Multiples::BYTES: break;
+  }
+  if (format.has_minima) return {once * (float)step[at], minimum_once * (float)step[minimum_at]};
+  return {once * (float)(int8_t)step[at], 0.f};
+}
+
 // The numbers of one column [K].
 void read_column(const Layer& layer, long column, uint16_t* to) {
   const BlockPanel& panel = layer.panel_blocks[column / SIDE];
   const BlockFormat& format = *panel.format;
-  const int half = (int)(column % SIDE / 16), lane = (int)(column % 16), index = (int)(column % SIDE);
-  const int groups = 64 / format.group, offset = format.offset_bits < 0 ? 0 : 1 << format.offset_bits;
+  const Place place{(int)(column % SIDE / 16), (int)(column % 16)};
+  const int offset = format.offset_bits < 0 ? 0 : 1 << format.offset_bits;
   const uint8_t* weight = (const uint8_t*)layer.weight + panel.offset;
   for (long k = 0; k < layer.K; k += 64) {
     const long step = k / 64;
     const uint8_t* unit = weight + step / format.unit_steps() * format.unit_bytes();
     const uint8_t* at = unit + format.head_bytes() + step % format.unit_steps() * format.step_bytes();
-    const uint8_t *codes = at + format.multiple_bytes(), *high = codes + 1024;
-    for (int i = 0; i < 64 && k + i < layer.K; ++i) {
-      const int group = i / format.group, line = i / 4 % 4, sixteen = i / 16;
-      const long byte = i / 4 * 64 + lane * 4 + i % 4, above = lane * 4 + i % 4;
-      int code = format.bits == 8 ? codes[half * 1024 + byte] : codes[byte] >> 4 * half & 15;
-      if (format.bits == 5) code |= (high[sixteen * 64 + above] >> (2 * line + half) & 1) << 4;
-      if (format.bits == 6) code |= (high[(sixteen * 2 + half) * 64 + above] >> 2 * line & 3) << 4;
-      float a, b = 0.f;
-      if (format.has_halves) {
-        a = float_of(read_half(at + (group * 32 + index) * 2));
-        if (format.has_minima) b = float_of(read_half(at + ((groups + group) * 32 + index) * 2));
-      } else {
-        const uint8_t multiple = at[group * 32 + index];
-        a = float_of(read_half(unit + index * 2)) * (float)(format.has_minima ? multiple : (int8_t)multiple);
-        if (format.has_minima)
-          b = float_of(read_half(unit + 64 + index * 2)) * (float)at[(groups + group) * 32 + index];
+    for (int i = 0; i < 64 && k + i < layer.K; i += format.group) {
+      const Factors factors = factors_of(format, unit, at, i / format.group, place.index());
+      for (int j = i; j < i + format.group; ++j) {
+        const int number = code_of(format, at + format.multiple_bytes(), place, j) - offset;
+        to[k + j] = narrowed(factors.of_code * (float)number - factors.minimum);
       }
-      to[k + i] = narrowed(a * (float)(code - offset) - b);
     }
   }
 }

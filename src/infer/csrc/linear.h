@@ -46,7 +46,7 @@ constexpr long PACK_ROWS = 4;           // rows that a thread packs at a time; d
 constexpr long LEAD_BYTES = 32 * TILE;  // how far a sweep over panels prefetches
 
 // Bytes of a step that is unpacked: its codes, and the factors of blocks.
-constexpr long MOST_UNPACKED = 2 * TILE + 512;
+constexpr long MOST_UNPACKED = 2 * TILE + 1024;
 
 enum Gate { NONE, SILU, GELU };
 

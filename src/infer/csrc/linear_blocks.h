@@ -7,6 +7,8 @@
 //          with signs on both sides (NEON) take codes of 8 bits without their offset
 //   else   products in pairs of 16 bits: of 4 bits 8 lines fit (8 · 2 · 15 · 127 < 2¹⁵), of 5 bits 4, of 6 bits 2;
 //          of 8 bits, without the offset, magnitudes times numbers that take over their signs
+//
+// A new type of blocks is a row of BLOCK_FORMATS and a reader of its file's blocks (file_readers.h).
 #pragma once
 
 #include "linear_finish.h"
@@ -85,7 +87,7 @@ struct Ahead {  // two streams of lines to ask for
 template <BlockType TYPE, bool UNPACKED = false>
 struct Blocks {
   static constexpr BlockFormat F = *block_format(TYPE);
-  static constexpr int GROUPS = 64 / F.group, LINES = F.group / 4;
+  static constexpr int GROUPS = 64 / F.group, LINES = F.group / 4, BITS = F.number_bits();
   static constexpr long UNPACKED_BYTES = 2 * TILE + GROUPS * (F.has_minima ? 2 : 1) * SIDE * 4;  // of a step
   static constexpr long UNIT_STEPS = UNPACKED ? 1 : F.unit_steps(), HEAD_BYTES = UNPACKED ? 0 : F.head_bytes();
   static constexpr long STEP_BYTES = UNPACKED ? UNPACKED_BYTES : F.step_bytes();
@@ -93,13 +95,13 @@ struct Blocks {
   static constexpr long codes_at(long at) { return UNPACKED ? at * 2 * 16 * 4 : F.multiple_bytes() + at * 4; }
   static_assert(UNPACKED_BYTES <= MOST_UNPACKED);
 #ifdef HAS_SIGNED_PRODUCTS
-  static constexpr bool HAS_SIGNS = F.bits == 8;  // codes are multiplied without their offset
+  static constexpr bool HAS_SIGNS = BITS == 8;  // codes are multiplied without their offset
 #else
   static constexpr bool HAS_SIGNS = false;
 #endif
   static constexpr bool HAS_OFFSET = F.offset_bits >= 0 && !HAS_SIGNS;
 #ifndef HAS_BYTE_PRODUCTS
-  static constexpr int WORD_LINES = F.bits == 8 ? 1 : 1 << (7 - F.bits);  // whose sums fit 16 bits
+  static constexpr int WORD_LINES = BITS == 8 ? 1 : std::min(1 << (7 - BITS), LINES);  // whose sums fit 16 bits
 #endif
 
   // The codes of line `line` of a step, one vector of each half of the columns.
@@ -109,37 +111,53 @@ struct Blocks {
       return;
     } else if constexpr (F.bits == 8) {
       to[0] = load_bytes(codes + line * 64), to[1] = load_bytes(codes + TILE + line * 64);
-    } else {
+    } else if constexpr (F.low_bits() == 4) {
       const vb both = load_bytes(codes + line * 64);
       to[0] = low_nibbles(both), to[1] = high_nibbles(both);
+    } else {
+      const vb both = load_bytes(codes + line / 2 * 64);
+      for (int half = 0; half < 2; ++half) to[half] = words_right(both, line % 2 * 4 + half * 2) & all_bytes(3);
     }
-    const char* high = codes + 1024;
+    constexpr int LOW = F.low_bits();
+    const char* high = codes + F.code_bytes();
     const int bit = line % 4 * 2, sixteen = line / 4;
-    if constexpr (F.bits == 5) {
+    if constexpr (F.bits - LOW == 1) {
       const vb bits = load_bytes(high + sixteen * 64);
-      to[0] = to[0] | (moved(bits, 4 - bit) & all_bytes(16));
-      to[1] = to[1] | (moved(bits, 3 - bit) & all_bytes(16));
+      for (int half = 0; half < 2; ++half) to[half] = to[half] | (moved(bits, LOW - half - bit) & all_bytes(1 << LOW));
     }
-    if constexpr (F.bits == 6)
+    if constexpr (F.bits - LOW == 2)
       for (int half = 0; half < 2; ++half) {
         const vb bits = load_bytes(high + (sixteen * 2 + half) * 64);
-        to[half] = to[half] | (moved(bits, 4 - bit) & all_bytes(48));
+        to[half] = to[half] | (moved(bits, LOW - bit) & all_bytes(3 << LOW));
       }
+    if constexpr (F.table != Table::NONE)
+      for (int half = 0; half < 2; ++half) to[half] = looked_up(TABLES[(int)F.table], to[half]);
   }
   // a and b of W columns from `at` on, for a group of inputs.
   static INLINE void factors_of(const char* unit, const char* step, int group, long at, vf& a, vf& b) {
+    const char *of_group = step + group * SIDE + at, *of_minima = of_group + GROUPS * SIDE;
     if constexpr (UNPACKED) {
       const float* from = (const float*)(step + 2 * TILE) + group * SIDE + at;
       a = load(from);
       if constexpr (F.has_minima) b = load(from + GROUPS * SIDE);
-    } else if constexpr (F.has_halves) {
+    } else if constexpr (F.multiples == Multiples::HALVES) {
       a = half_floats(step + (group * SIDE + at) * 2);
       if constexpr (F.has_minima) b = half_floats(step + ((GROUPS + group) * SIDE + at) * 2);
+    } else if constexpr (F.multiples == Multiples::EXPONENTS) {
+      a = powers_of_2(widen_bytes(of_group));
+    } else if constexpr (F.multiples == Multiples::NIBBLES) {
+      const vb both = widen_bytes(of_group);
+      a = half_floats(unit + at * 2) * float_lanes(both & lanes_of(15));
+      b = half_floats(unit + 64 + at * 2) * float_lanes(words_right(both, 4) & lanes_of(15));
     } else {
-      a = half_floats(unit + at * 2) * float_lanes(widen_bytes(step + group * SIDE + at));
-      if constexpr (F.has_minima)
-        b = half_floats(unit + 64 + at * 2) * float_lanes(widen_bytes(step + (GROUPS + group) * SIDE + at));
+      a = half_floats(unit + at * 2) * float_lanes(widen_bytes(of_group));
+      if constexpr (F.has_minima) b = half_floats(unit + 64 + at * 2) * float_lanes(widen_bytes(of_minima));
     }
+  }
+  // 2 to whole numbers of a byte, in two factors, since some are beyond what a normal float holds.
+  static INLINE vf powers_of_2(vb exponents) {
+    const vb half = halved_lanes(exponents), other = subtract_lanes(exponents, half), one = lanes_of(127);
+    return (vf)lanes_left(add_lanes(half, one), 23) * (vf)lanes_left(add_lanes(other, one), 23);
   }
   static INLINE vb moved(vb bits, int by) { return by > 0 ? words_left(bits, by) : words_right(bits, -by); }
 
@@ -148,6 +166,10 @@ struct Blocks {
     const RowGroup& own = row[group * F.group / 32];
     if constexpr (F.group == 16) return times_offset(lanes_of(own.negated[group % 2]));
     return times_offset(lanes_of(own.negated[0] + own.negated[1]));
+  }
+  // Minus the sum of what a row has in a group of inputs.
+  static INLINE float negated_sum(const RowGroup& row, int group) {
+    return F.group == 16 ? row.scale * (float)row.negated[group % 2] : row.negated_sum;
   }
   static INLINE vb times_offset(vb lanes) { return lanes_left(lanes, F.offset_bits); }
 
@@ -185,7 +207,7 @@ struct Blocks {
       else
         add_words_of_lines<R>(codes, a, line, sum, ahead, i == 0);
     }
-    if constexpr (HAS_OFFSET && F.bits < 8) {
+    if constexpr (HAS_OFFSET && BITS < 8) {
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const vb more = start(rows + r * 2, group);
@@ -206,8 +228,8 @@ struct Blocks {
       codes_of(codes, line + j, some[j]);
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
-        if constexpr (F.bits == 8) some[j][v] = some[j][v] ^ all_bytes((char)0x80);
-        most[j][v] = F.bits == 8 ? magnitudes_of(some[j][v]) : some[j][v];
+        if constexpr (BITS == 8) some[j][v] = some[j][v] ^ all_bytes((char)0x80);
+        most[j][v] = BITS == 8 ? magnitudes_of(some[j][v]) : some[j][v];
       }
     }
 #pragma GCC unroll 8
@@ -218,7 +240,7 @@ struct Blocks {
 #pragma GCC unroll 2
         for (int j = 0; j < WORD_LINES; ++j) {
           const vb x = four_bytes(a + r * 64 + (line + j) * 4);
-          const vb pairs = pairs_of_bytes(most[j][v], F.bits == 8 ? with_signs(x, some[j][v]) : x);
+          const vb pairs = pairs_of_bytes(most[j][v], BITS == 8 ? with_signs(x, some[j][v]) : x);
           words = j ? add_words(words, pairs) : pairs;
         }
         const vb four = pair_products(words, ones);
@@ -321,7 +343,7 @@ struct Blocks {
               for (int v = 0; v < 2; ++v) {
                 vf total = KEEP ? kept[r][p][v] : load(place(r, p, v));
                 total = fused(float_lanes(sum[r][v]) * set1(own.scale), by[v], total);
-                if constexpr (F.has_minima) total = fused(minimum[v], set1(own.negated_sum), total);
+                if constexpr (F.has_minima) total = fused(minimum[v], set1(negated_sum(own, group)), total);
                 if (KEEP)
                   kept[r][p][v] = total;
                 else
@@ -362,18 +384,18 @@ MultiplyBlocks blocks_of_rows(int rows) {
   }
 }
 
-template <bool UNPACKED>
-MultiplyBlocks product_of_blocks(BlockType type, int rows) {
-  switch (type) {
-    case BlockType::Q4_0: return blocks_of_rows<BlockType::Q4_0, UNPACKED>(rows);
-    case BlockType::Q4_1: return blocks_of_rows<BlockType::Q4_1, UNPACKED>(rows);
-    case BlockType::Q5_0: return blocks_of_rows<BlockType::Q5_0, UNPACKED>(rows);
-    case BlockType::Q5_1: return blocks_of_rows<BlockType::Q5_1, UNPACKED>(rows);
-    case BlockType::Q4_K: return blocks_of_rows<BlockType::Q4_K, UNPACKED>(rows);
-    case BlockType::Q5_K: return blocks_of_rows<BlockType::Q5_K, UNPACKED>(rows);
-    case BlockType::Q6_K: return blocks_of_rows<BlockType::Q6_K, UNPACKED>(rows);
-    default: return blocks_of_rows<BlockType::Q8_0, false>(rows);
-  }
+// The first format whose products of what is unpacked are those of the format `index`.
+constexpr int unpacked_as(int index) {
+  int first = 0;
+  while (!BLOCK_FORMATS[first].multiplies_as(BLOCK_FORMATS[index])) ++first;
+  return first;
+}
+
+template <bool UNPACKED, size_t... INDEX>
+MultiplyBlocks product_of_blocks(BlockType type, int rows, std::index_sequence<INDEX...>) {
+  constexpr decltype(&blocks_of_rows<BlockType::Q8_0, UNPACKED>) PRODUCTS[] = {
+      blocks_of_rows<BLOCK_FORMATS[UNPACKED ? unpacked_as(INDEX) : INDEX].type, UNPACKED>...};
+  return PRODUCTS[block_index(type)](rows);
 }
 
 // Whether a panel is unpacked before its rows are multiplied, which pays if they are many. Bytes are as they were.
@@ -381,18 +403,17 @@ bool is_unpacked(const Call& c, long panel) {
   return c.M > 2 * BLOCK_ROWS[0] && c.layer.panel_blocks && c.layer.panel_blocks[panel].format->bits < 8;
 }
 
+template <size_t... INDEX>
+void unpack_steps(BlockType type, const char* from, long steps, char* to, std::index_sequence<INDEX...>) {
+  constexpr decltype(&Blocks<BlockType::Q8_0>::unpack) UNPACKERS[] = {Blocks<BLOCK_FORMATS[INDEX].type>::unpack...};
+  UNPACKERS[block_index(type)](from, steps, to);
+}
+
+using EveryFormat = std::make_index_sequence<NUM_BLOCK_FORMATS>;
+
 // Some steps of a panel in blocks, unpacked; returns `to`.
 const char* unpack_blocks(const Layer& layer, long panel, long first, long steps, char* to) {
-  const char* from = layer.tiles(panel, first);
-  switch (layer.panel_blocks[panel].format->type) {
-    case BlockType::Q4_0: Blocks<BlockType::Q4_0>::unpack(from, steps, to); break;
-    case BlockType::Q4_1: Blocks<BlockType::Q4_1>::unpack(from, steps, to); break;
-    case BlockType::Q5_0: Blocks<BlockType::Q5_0>::unpack(from, steps, to); break;
-    case BlockType::Q5_1: Blocks<BlockType::Q5_1>::unpack(from, steps, to); break;
-    case BlockType::Q4_K: Blocks<BlockType::Q4_K>::unpack(from, steps, to); break;
-    case BlockType::Q5_K: Blocks<BlockType::Q5_K>::unpack(from, steps, to); break;
-    default: Blocks<BlockType::Q6_K>::unpack(from, steps, to); break;
-  }
+  unpack_steps(layer.panel_blocks[panel].format->type, layer.tiles(panel, first), steps, to, EveryFormat{});
   return to;
 }
 
@@ -420,7 +441,8 @@ void multiply_blocks(const Call& c, long group, const char* b, long panel, long 
       if (pair && pairs_of_pass(count) > 1) continue;
       const BlockRows some{c.tiles(group, k) + row * 64, c.step_bytes(group),
                            c.row_groups + (group * SIDE * layer.steps + k * rows + row) * 2, rows * 2};
-      (unpacked ? product_of_blocks<true> : product_of_blocks<false>)(type, count)(
+      (unpacked ? product_of_blocks<true>(type, count, EveryFormat{})
+                : product_of_blocks<false>(type, count, EveryFormat{}))(
           some, b, pair * W, steps, place(sums, row, 0) + pair * W, k == 0, {one, two});
       one.next += steps * one.lines * 64, two.next += steps * two.lines * 64;
     }

@@ -10,35 +10,38 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from infer.kernels import loader
-from infer.kernels.team import num_threads
+
+if TYPE_CHECKING:
+    import torch
 
 NUMBERS = {
     **{"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8},
-    **{"Q4_K": 12, "Q5_K": 13, "Q6_K": 14},
+    **{"Q2_K": 10, "Q3_K": 11, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14},
+    **{"IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39},
 }
 """Number in GGUF files of each type of blocks that linear layers can hold, by its name."""
 _FITTED = {"Q4_K": (256, 144), "Q4_1": (32, 20)}
 """Number of inputs and of bytes of a block, of the types that `fitted` makes."""
-CONVERTED = {
-    **{kind: NUMBERS[kind] for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1")},
-    **{"Q3_K": 11, "IQ4_NL": 20, "F32": 0},
-}
-"""Number in GGUF files of each type of blocks that `convert` reads, by its name; 32 numbers are a
-block of F32."""
+_FLOATS = 0
+"""Number of float32 in GGUF files; `convert` takes 32 numbers for a block."""
 PANEL = 32
 """Number of outputs in a panel; with a gate there are 16 of each half."""
+IN_BYTES = ("Q4_0", "Q5_0", "IQ4_NL", "Q8_0")
+"""Types whose numbers Q8_0 holds without rounding."""
 _WIDER = {
     frozenset(("Q4_K", "Q5_K")): "Q5_K",
     frozenset(("Q4_1", "Q5_1")): "Q5_1",
-    frozenset(("Q4_0", "Q5_0")): "Q5_0",
-    frozenset(("Q4_0", "Q8_0")): "Q8_0",
-    frozenset(("Q5_0", "Q8_0")): "Q8_0",
-    frozenset(("Q4_0", "Q5_0", "Q8_0")): "Q8_0",
+    **{
+        frozenset(kinds): "Q5_0" if set(kinds) == {"Q4_0", "Q5_0"} else "Q8_0"
+        for count in (2, 3, 4)
+        for kinds in combinations(IN_BYTES, count)
+    },
 }
 """Types of which one can hold the numbers of the other without rounding."""
 
@@ -53,6 +56,8 @@ class BlockWeight:
     """Number of outputs and inputs."""
     rows: np.ndarray | None
     """Bytes of the rows, [out, bytes of a row]; None: the weight is only planned."""
+    stored: str = ""
+    """Name of the type in the file; "": it is the same."""
 
     @property
     def num_weights(self) -> int:
@@ -61,6 +66,8 @@ class BlockWeight:
 
     def content(self) -> torch.Tensor:
         """The bytes of the rows as a tensor, for a digest of a model's weights."""
+        import torch  # a plan of memory does without
+
         assert self.rows is not None
         return torch.from_numpy(self.rows[:: max(1, len(self.rows) // 64)].copy())
 
@@ -85,6 +92,10 @@ def fitted(weight: torch.Tensor) -> BlockWeight:
     Each 32 inputs have a scale and a minimum with the least squared error of many
     (csrc/block_fit.h). A block with a number that is not finite is not finite.
     """
+    import torch
+
+    from infer.kernels.team import num_threads
+
     assert weight.dtype == torch.bfloat16
     count, width = weight.shape
     inputs, num_bytes = _FITTED[kind := fitted_kind(width)]
@@ -122,19 +133,22 @@ def packed_bytes(kinds: Sequence[str], width: int) -> int:
     return sum(sizes[kind] for kind in kinds)
 
 
-def convert(blocks: np.ndarray, kind: str, found: np.ndarray, wanted: str) -> None:
-    """Write blocks [n, bytes] of a type as blocks [n, bytes] of the type `wanted` to `found`.
+def convert(blocks: np.ndarray, kind: str | None, found: np.ndarray) -> None:
+    """Write blocks [n, bytes] of a type of `NUMBERS` as blocks of Q8_0 to `found` [n, bytes].
 
-    Q3_K becomes Q6_K and the other types of `CONVERTED` become Q8_0, in one pass over memory. Both
-    arrays are contiguous.
+    Or as float32, if `found` is of that. `kind` None: the numbers [n, 32], float32. One pass over
+    memory. Both arrays are contiguous.
     """
+    from infer.kernels.team import num_threads
+
     assert blocks.flags.c_contiguous
     assert found.flags.c_contiguous
+    number = _FLOATS if kind is None else NUMBERS[kind]
+    wanted = _FLOATS if found.dtype == np.float32 else NUMBERS["Q8_0"]
     is_known = loader.loaded().infer_blocks_convert(
-        *(blocks.ctypes.data, CONVERTED[kind], found.ctypes.data, NUMBERS[wanted], len(blocks)),
-        num_threads(),
+        *(blocks.ctypes.data, number, found.ctypes.data, wanted, len(blocks)), num_threads()
     )
-    assert is_known, (kind, wanted)
+    assert is_known, kind
 
 
 def numbers_of(kinds: Sequence[str]) -> array[int]:

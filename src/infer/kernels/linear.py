@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import functools
 import mmap
-import os
-import platform
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -34,11 +32,11 @@ from infer.kernels.blocks import (
     NUMBERS,
     BlockWeight,
     fitted,
-    fitted_bytes,
     numbers_of,
     packed_bytes,
     panel_kinds,
 )
+from infer.kernels.native import instruction_set, native_obstacle, of_head, weight_bytes
 from infer.kernels.team import num_threads
 
 ROTATED_INPUTS = 64
@@ -46,15 +44,6 @@ ROTATED_INPUTS = 64
 
 _ROWS_AT_A_TIME = 4096
 """Number of a weight's rows that are quantized together on a GPU: as float32 they take memory."""
-
-BFLOAT16_SETS = ("amx", "avx512_bf16", "neon_i8mm_bf16")
-"""Instruction sets that multiply in bfloat16; with the others it is widened in registers."""
-
-VARIABLE = "INFER_LINEAR"
-"""Environment variable that selects the implementation: an instruction set, or `onednn`.
-
-It is for comparisons. Unset, the instruction set is that of all kernels.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,30 +375,6 @@ def onednn_is_exact() -> bool:
     return True
 
 
-def quantization_obstacle(quantization: str) -> str | None:
-    """The reason why weights cannot be held in int8 or int4 on this CPU; None if they can."""
-    if (reason := native_obstacle()) is None:
-        return None
-    if quantization == "int4":
-        return f"the package's own kernels do not run: {reason}"
-    if _has_onednn("onednn", "qlinear_pointwise"):
-        return None
-    return f"torch has no oneDNN, and the package's own kernels do not run: {reason}"
-
-
-def bfloat16_obstacle() -> str | None:
-    """The reason why bfloat16 products are slower than float32 ones here; None if they are not."""
-    if native_obstacle() is None:
-        return None
-    if not onednn_has_bfloat16():
-        return "this CPU has no arithmetic for bfloat16 that oneDNN could use"
-    if platform.machine().lower() in ("x86_64", "amd64") and not (
-        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    ):
-        return "this CPU has neither AVX-512 with BF16 nor AMX"
-    return None
-
-
 @functools.cache
 def onednn_has_bfloat16() -> bool:
     """Whether oneDNN can multiply in bfloat16 on this CPU.
@@ -417,7 +382,7 @@ def onednn_has_bfloat16() -> bool:
     The CPU's flags must say so (x86: AVX-NE-CONVERT, or AVX-512 with BW, VL and DQ), and a test
     product must succeed: `ONEDNN_MAX_CPU_ISA` or a virtual machine may restrict oneDNN further.
     """
-    if not (_has_onednn("mkldnn", "_linear_pointwise") and cpu_has_bfloat16()):
+    if not (has_onednn("mkldnn", "_linear_pointwise") and cpu_has_bfloat16()):
         return False
     ones = torch.ones((2, 2), dtype=torch.bfloat16)
     try:
@@ -433,7 +398,8 @@ def cpu_has_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _has_onednn(namespace: str, operation: str) -> bool:
+def has_onednn(namespace: str, operation: str) -> bool:
+    """Whether torch has an operation of oneDNN."""
     available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and hasattr(getattr(torch.ops, namespace), operation)
 
@@ -621,78 +587,13 @@ class PlannedBlocks(_Composed):
         super().__init__(meta, None, fusion)
 
 
-def instruction_set() -> str:
-    """The instruction set of new linear layers, by its name in `loader.INSTRUCTION_SETS`."""
-    wanted = os.environ.get(VARIABLE) or "onednn"
-    return loader.chosen_instruction_set() if wanted == "onednn" else wanted
-
-
-def native_obstacle() -> str | None:
-    """The reason why `NativeLinear` cannot be used here; None if it can.
-
-    `ValueError` if the variable `INFER_LINEAR` is not valid or asks for what cannot run here.
-    """
-    wanted = os.environ.get(VARIABLE) or ""
-    if wanted not in ("", "onednn", *loader.INSTRUCTION_SETS):
-        names = ", ".join(loader.INSTRUCTION_SETS)
-        raise ValueError(f"{VARIABLE}={wanted!r}: use onednn or one of {names}")
-    reason = loader.available()
-    if reason is None:
-        isa = instruction_set()
-        if not loader.loaded().infer_linear_runs_here(isa.encode()):
-            reason = f"{isa} does not run here"
-    if reason and wanted not in ("", "onednn"):
-        raise ValueError(f"{VARIABLE}={wanted} is not possible: {reason}")
-    return f"{VARIABLE}={wanted}" if wanted == "onednn" else reason
-
-
-def products(dtype: torch.dtype, quantization: str | None, block_kinds: Sequence[str] = ()) -> str:
-    """How linear layers on this CPU multiply, and why, for the log and the plan.
-
-    `dtype`: of the activations; `quantization`: int8, int4 or None; `block_kinds`: types of the
-    GGUF blocks in which weights are held.
-    """
-    if block_kinds or (quantization == "int4" and native_obstacle() is None):
-        isa = instruction_set()
-        isa = BFLOAT16_SETS[1] if isa == BFLOAT16_SETS[0] else isa  # blocks do not suit tiles
-        held = f"the file's own {', '.join(block_kinds)}" if block_kinds else "blocks of 4 bits"
-        return f"native, {isa}, in {held}"
-    if dtype != torch.bfloat16 or (reason := native_obstacle()) is not None:
-        reason = bfloat16_obstacle() if dtype == torch.float32 else native_obstacle()
-        return f"torch's products in {str(dtype).removeprefix('torch.')}" + (
-            f" ({reason})" if reason else ""
-        )
-    isa = instruction_set()
-    if quantization is None and isa not in BFLOAT16_SETS:
-        return f"native, {isa}, which widens bfloat16 weights in registers"
-    return f"native, {isa}"
-
-
-def of_head(quantization: str | None) -> str | None:
-    """The quantization of the output head: int8 where other layers have int4.
-
-    The head's errors directly change the probabilities.
-    """
-    return "int8" if quantization == "int4" else quantization
-
-
-def weight_bytes(quantization: str | None, dtype: torch.dtype, width: int) -> float:
-    """The size of one weight of a layer with `width` inputs in memory on this machine, in bytes.
-
-    `quantization`: int8, int4 or None; `dtype`: of activations, and of weights that are not
-    quantized.
-    """
-    if quantization == "int4":
-        return fitted_bytes(width) if dtype == torch.bfloat16 else dtype.itemsize
-    return 1.0 if quantization else dtype.itemsize
-
-
 def held_bytes(layers: Iterable[Linear], head: Linear, quantization: str | None) -> int:
     """The size in bytes of all weights of `layers` in memory; `head` is one of the layers."""
     ways = {False: quantization, True: of_head(quantization)}
     return int(
         sum(
-            each.num_weights * weight_bytes(ways[each is head], each.dtype, each.in_features)
+            each.num_weights
+            * weight_bytes(ways[each is head], each.dtype.itemsize, each.in_features)
             for each in layers
         )
     )
@@ -700,7 +601,7 @@ def held_bytes(layers: Iterable[Linear], head: Linear, quantization: str | None)
 
 def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN's packed layout exists for this weight's device and dtype, in this torch."""
-    if weight.device.type != "cpu" or not _has_onednn("mkldnn", "_linear_pointwise"):
+    if weight.device.type != "cpu" or not has_onednn("mkldnn", "_linear_pointwise"):
         return False
     if weight.dtype == torch.bfloat16:
         return onednn_has_bfloat16()

@@ -19,8 +19,10 @@ import re
 import struct
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 ISA_VARIABLE = "INFER_ISA"
 """Environment variable that names the instruction set for all kernels, or is `NO_KERNELS`."""
@@ -129,6 +131,8 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
     The system allocates the memory when it is first written. Alignment makes reading packed weights
     2 % faster and attention in decoding 3 to 13 %, since a cell's lines are the CPU's cache lines.
     """
+    import torch  # a plan of memory does without
+
     if sys.platform != "linux":
         return torch.zeros(num_bytes, dtype=torch.uint8)
     own = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -203,9 +207,12 @@ def available() -> str | None:
     return None
 
 
-def cell_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """The size of one head's key or value in a KV cache, in bytes."""
-    return head_dim * dtype.itemsize + (SCALE_BYTES if dtype == torch.int8 else 0)
+def cell_bytes(head_dim: int, number_bytes: int) -> int:
+    """The size of one head's key or value in a KV cache, in bytes.
+
+    `number_bytes`: the size of a number; one of a byte is int8, with a scale.
+    """
+    return head_dim * number_bytes + (SCALE_BYTES if number_bytes == 1 else 0)
 
 
 def int8_cache_obstacle(head_dim: int, page_size: int) -> str | None:

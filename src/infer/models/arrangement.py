@@ -12,6 +12,7 @@ neighbouring rows, and of a part of a head, is an order of rows and needs no oth
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import numpy as np
 
@@ -36,9 +37,22 @@ def arrange(source: WeightSource, config: ModelConfig) -> None:
     head = next((each for each in heads if source.has_prefix(f"{each}.")), layout.head)
     # Some checkpoints store a tied head's weight a second time.
     source.drop(*(f"{each}.weight" for each in heads if config.tie_embeddings or each != head))
-    layers = config.layers()
-    for layer in layers:
+    for layer in config.layers():
         source.drop(*(f"{root}{layout.layers}{layer.index}.{each}" for each in layout.ignored))
+    source.arrange(stored_rows(config, root, head))
+
+
+def stored_rows(
+    config: ModelConfig, root: str | None = None, head: str | None = None
+) -> Callable[[str], Rows]:
+    """A function that finds the stored rows of the decoder's tensors, by their names.
+
+    `root`: what the names of the decoder's tensors begin with; `head`: the name of the output head.
+    None: what is usual.
+    """
+    layout, layers = config.layout, config.layers()
+    root = layout.roots[0] if root is None else root
+    head = layout.head if head is None else head
 
     def rows(name: str) -> Rows:
         """The stored rows of the decoder's tensor `name`."""
@@ -50,7 +64,7 @@ def arrange(source: WeightSource, config: ModelConfig) -> None:
         prefix = f"{root}{layout.layers}{place[1]}."
         return _rows_of_layer(config, layers[int(place[1])], part, f"{prefix}{{}}.{kind}")
 
-    source.arrange(rows)
+    return rows
 
 
 def _rows_of_layer(config: ModelConfig, layer: LayerConfig, part: str, name: str) -> Rows:

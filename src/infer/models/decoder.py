@@ -30,13 +30,13 @@ from infer.kernels.linear import (
     Norm,
     joined,
     make_linear,
-    of_head,
     one_more,
 )
+from infer.kernels.native import of_head
 from infer.kernels.rotary import Angles, HeadNorms, QKRotation
 from infer.kernels.rows import BETA, Activation, RowNorm
 from infer.models.arrangement import arrange
-from infer.models.layer_forms import NormForm
+from infer.models.layer_forms import GATES, NormForm
 from infer.models.model import Attend
 from infer.models.model_config import LayerConfig, ModelConfig
 from infer.models.rope import RopeTables
@@ -44,8 +44,6 @@ from infer.models.weights import WeightSource
 
 AnyNorm = Norm | LayerNorm
 """A norm of either form."""
-GATES = ("silu", "gelu_tanh")
-"""Activations of a gate that linear layers compute together with their product."""
 
 
 def make_norm(form: NormForm, source: WeightSource, name: str, size: int, eps: float) -> AnyNorm:

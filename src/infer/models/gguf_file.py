@@ -12,15 +12,12 @@ finds what it holds.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from infer.errors import LoadError
 from infer.kernels.blocks import BlockWeight, panel_kinds
@@ -39,7 +36,12 @@ from infer.models.gguf_families import (
 from infer.models.gguf_reader import KINDS, Metadata, StoredTensor, read_gguf
 from infer.models.model_config import ModelConfig
 from infer.models.registry import parse_model_config
-from infer.models.weights import BlockReader, WeightSource
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from infer.models.weights import BlockReader, WeightSource
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE_FACTORS = {
@@ -84,6 +86,9 @@ class GGUFFile:
 
     def source(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
         """A source of the tensors, converted to `dtype`."""
+        import torch  # a plan of memory does without
+
+        from infer.models.weights import WeightSource
 
         def read(name: str, shape: tuple[int, ...]) -> Tensor:
             values = self._read(name, shape, dtype)
@@ -114,8 +119,9 @@ class GGUFFile:
     def block_reader(self, *, planned: bool = False) -> BlockReader:
         """A function that reads the weights of a linear layer in blocks.
 
-        It returns None for weights that are not quantised, do not have the expected shape, or would
-        share a panel with others that are not. `planned`: the numbers are not read.
+        It returns None for weights that are not quantised or do not have the expected shape. Those
+        that would share a panel with others of a type with which no panel can be are rounded.
+        `planned`: the numbers are not read.
         """
 
         def read(parts: Mapping[str, tuple[int, int]], gated: bool) -> list[BlockWeight] | None:
@@ -126,9 +132,9 @@ class GGUFFile:
                     return None
                 if (kind := self._held_kind(tensor)) is None:
                     return None
-                found.append(BlockWeight(kind, shape, None))
+                found.append(BlockWeight(kind, shape, None, stored=tensor.kind.name))
             if panel_kinds(found, gated=gated) is None:
-                found = [BlockWeight(HELD_AS, each.shape, None) for each in found]
+                found = [dataclasses.replace(each, kind=HELD_AS) for each in found]
             if planned:
                 return found
             return [
@@ -304,8 +310,7 @@ class GGUFFile:
         """Phi-3's scaling, whose divisors are tensors."""
         divisors = {}
         for field, name in _LONGROPE_FACTORS.items():
-            count = math.prod(self._tensors[name].shape)
-            divisors[field] = self._read(name, (count,), torch.float32).tolist()
+            divisors[field] = self._vector(name)
         original = self._get("rope.scaling.original_context_length")
         return {
             "rope_type": "longrope",
@@ -318,10 +323,17 @@ class GGUFFile:
         tensor = self._tensors.get(_ROPE_FACTORS)
         if tensor is None:
             return ()
-        factors = self._read(_ROPE_FACTORS, (head_dim // 2,), torch.float32)
-        if factors.is_meta or not bool((factors > 0).all()):
+        factors = self._vector(_ROPE_FACTORS)
+        if len(factors) != head_dim // 2 or not all(factor > 0 for factor in factors):
             raise LoadError(f"{self.path}: {_ROPE_FACTORS} must be {head_dim // 2} numbers above 0")
-        return tuple(factors.tolist())
+        return tuple(factors)
+
+    def _vector(self, name: str) -> list[float]:
+        """The numbers of a small tensor."""
+        tensor = self._tensors[name]
+        if tensor.kind.name == "F32":  # as converters write them
+            return [float(number) for number in tensor.rows.ravel().view("<f4")]
+        return [float(number) for number in numbers(tensor.rows, tensor.kind).flatten()]
 
     def _activation_numbers(self) -> dict[str, StoredTensor]:
         """xIELU's numbers of each layer, which are keys, as the tensors that they are elsewhere."""
@@ -345,6 +357,8 @@ class GGUFFile:
 
         If the stored shape is not `shape`, the result is a meta tensor of the stored shape.
         """
+        import torch
+
         tensor = self._tensors[name]
         if tensor.shape != shape:
             return torch.empty(tensor.shape, device="meta")

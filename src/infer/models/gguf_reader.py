@@ -12,6 +12,7 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from infer.errors import LoadError
 from infer.models.gguf_names import SPLIT_NAME
-from infer.models.weights import listing
+from infer.readable_text import listing
 
 _MAX_ITEMS = 2_000_000
 """Maximum number of items of all arrays of a file; the largest vocabularies take 850,000."""
@@ -172,28 +173,37 @@ class _Header:
         num_tensors, num_keys = self._number("Q"), self._number("Q")
         _check_count(num_keys, "keys")
         _check_count(num_tensors, "tensors")
-        places: dict[str, tuple[int, int, int | None]] = {}
+        keys: dict[str, tuple[int, int, int | None]] = {}
         for _ in range(num_keys):
             key = self._name("a key")
-            if key in places:
+            if key in keys:
                 raise ValueError(f"it has the key {key[:200]} twice")
-            places[key] = self._place()
+            keys[key] = self._place()
         if self._at > _MAX_METADATA_BYTES:
             raise ValueError(f"its keys take {self._at:,} bytes; at most {_MAX_METADATA_BYTES:,}"
                              " are read")  # fmt: skip
         # A copy: values are decoded later, when another program may have cut the file.
         content = memoryview(bytes(self._content[: self._at]))
-        values = {key: _Value(content, *place) for key, place in places.items()}
+        values = {key: _Value(content, *place) for key, place in keys.items()}
         infos = [self._tensor_info() for _ in range(num_tensors)]
         alignment = _alignment_of(values)
         start = -(-self._at // alignment) * alignment
         tensors: dict[str, StoredTensor] = {}
+        places: list[tuple[int, int, str]] = []
         for name, dims, number, offset in infos:
             if name in tensors:
                 raise ValueError(f"it has the tensor {name[:200]} twice")
+            if offset % alignment:
+                raise ValueError(
+                    f"{name[:200]} begins {offset:,} bytes behind the first one; that must be a"
+                    f" multiple of {alignment}"
+                )
             tensors[name] = self._tensor(name, dims, number, start + offset)
-        if sum(each.rows.size for each in tensors.values()) > len(self._content):
-            raise ValueError("its tensors lie over each other")
+            places.append((offset, offset + tensors[name].rows.size, name))
+        places.sort()
+        for (_, end, name), (begin, _, other) in pairwise(places):
+            if begin < end:
+                raise ValueError(f"its tensors {name[:200]} and {other[:200]} lie over each other")
         return values, tensors
 
     def _number(self, letter: str) -> int:

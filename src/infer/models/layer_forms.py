@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+GATES = ("silu", "gelu_tanh")
+"""Activations of a gate that linear layers compute together with their product."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormForm:

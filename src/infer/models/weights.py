@@ -15,22 +15,26 @@ import os
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from infer.errors import LoadError
 from infer.files import MAX_INDEX_BYTES
 from infer.kernels.blocks import BlockWeight
-from infer.kernels.linear import BlockEmbedding
 from infer.kernels.loader import advise
 from infer.models.model_config import load_json
+from infer.readable_text import listing
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from infer.kernels.linear import BlockEmbedding
 
 SINGLE_FILE = "model.safetensors"
 """Name of the file of a checkpoint that has only one."""
@@ -42,7 +46,7 @@ BlockReader = Callable[[Mapping[str, tuple[int, int]], bool], list[BlockWeight] 
 """(name and shape [out, in] of each weight of a linear layer, whether it has a gate) → its weights
 in blocks; None: they are not in blocks, or not in such as go together."""
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_FLOATS = tuple(f"torch.{name}" for name in ("float32", "float16", "bfloat16", "float64"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +72,8 @@ class Rows:
             return stored[self.order]
         if stored.device.type == "meta":  # see `joined` of kernels.linear on why
             return stored.new_empty((len(self.order), *stored.shape[1:]))
+        import torch  # a plan of memory does without
+
         return stored.index_select(0, torch.from_numpy(self.order).to(stored.device))
 
     def of_blocks(self, stored: BlockWeight) -> BlockWeight:
@@ -180,6 +186,8 @@ class WeightSource:
         """
         if self._stored is None:
             return None
+        import torch
+
         stored, meta = self._stored, torch.device("meta")
         return WeightSource(
             self._left, lambda name, shape: stored(name), dtype=self.dtype, device=meta
@@ -199,6 +207,8 @@ class WeightSource:
 
         If it is missing or has another shape, that is noted for `finish` and the result is zeros.
         """
+        import torch
+
         rows = self._rows(name)
         if not self._complete:
             return self._converted(rows.name, self._read(rows.name, shape))
@@ -224,7 +234,7 @@ class WeightSource:
         return self._converted(rows.name, rows.of(tensor))
 
     def _converted(self, name: str, tensor: Tensor) -> Tensor:
-        if tensor.dtype not in _FLOATS:
+        if str(tensor.dtype) not in _FLOATS:
             self._misshapen.append(f"{name} is stored as {tensor.dtype}, which is not supported")
         return tensor.to(device=self.device, dtype=self.dtype)
 
@@ -260,6 +270,8 @@ class WeightSource:
 
     def keep_embedding(self, name: str, shape: tuple[int, int]) -> Tensor | BlockEmbedding:
         """Like `keep`, for an embedding [V, E], which may be in blocks."""
+        from infer.kernels.linear import BlockEmbedding
+
         found = self._in_blocks({name: shape})
         return BlockEmbedding(found[0]) if found else self.keep(name, shape)
 
@@ -300,12 +312,6 @@ def _listed(what: str, names: list[str]) -> str:
     return f"{len(names)} {what}: {listing(names)}"
 
 
-def listing(names: Sequence[str]) -> str:
-    """The first 12 names, each cut to 200 characters, and the number of the others."""
-    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
-    return f"{', '.join(f'{name:.200}' for name in names[:12])}{more}"
-
-
 def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> WeightSource:
     """A source of the tensors in the safetensors files of `folder`; `LoadError` if it has none."""
     found = _files_of_names(folder)
@@ -323,6 +329,8 @@ def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> W
         return opened[file]
 
     def stored(name: str) -> Tensor:
+        import torch
+
         try:
             part = file_of(name).get_slice(stored_names[name])
         except SafetensorError as error:
@@ -450,6 +458,7 @@ def dummy_source(dtype: torch.dtype, device: torch.device) -> WeightSource:
 
     The scale keeps activations near one. A tensor's name is the seed of its generator.
     """
+    import torch
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         if len(shape) == 1:

@@ -50,7 +50,7 @@ class KVStorage:
         shapes = [
             (
                 *(num_pages, page_size, layer.num_kv_heads),
-                cell_bytes(layer.head_dim, dtype) // dtype.itemsize,
+                cell_bytes(layer.head_dim, dtype.itemsize) // dtype.itemsize,
             )
             for layer in config.layers()
         ]

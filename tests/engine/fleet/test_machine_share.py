@@ -16,8 +16,9 @@ import infer.engine.build.machine_share as machine_share
 from infer import EngineConfig
 from infer.cli.main import app
 from infer.engine.build import assemble
-from infer.engine.build.assemble import most_replicas, plan_for, prepare_process
+from infer.engine.build.assemble import prepare_process
 from infer.engine.build.machine_share import SETTING, MachineShare, shares_of
+from infer.engine.build.planner import most_replicas, plan_for
 from infer.engine.build.processors import Core, Processors, read_processors
 from infer.errors import ConfigError
 from infer.server.settings import ServerSettings

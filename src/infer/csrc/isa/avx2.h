@@ -277,6 +277,10 @@ INLINE vb lanes_left(vb lanes, int by) { return _mm256_slli_epi32(lanes, by); }
 INLINE vf half_floats(const void* from) {  // W numbers in float16
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 }
+INLINE vb looked_up(const uint8_t* table, vb places) {  // bytes of a table of 16
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)), places);
+}
+INLINE vb halved_lanes(vb lanes) { return _mm256_srai_epi32(lanes, 1); }  // rounded down
 INLINE vb times_256(vb lanes) { return _mm256_slli_epi32(lanes, 8); }
 INLINE vb subtract_lanes(vb a, vb b) { return _mm256_sub_epi32(a, b); }
 INLINE vf float_lanes(vb a) { return _mm256_cvtepi32_ps(a); }

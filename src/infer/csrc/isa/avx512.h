@@ -233,6 +233,10 @@ INLINE vf half_floats(const void* from) {  // W numbers in float16
 [[maybe_unused]] INLINE vb with_signs(vb bytes, vb of) {
   return _mm512_mask_sub_epi8(bytes, _mm512_movepi8_mask(of), _mm512_setzero_si512(), bytes);
 }
+INLINE vb looked_up(const uint8_t* table, vb places) {  // bytes of a table of 16
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), places);
+}
+INLINE vb halved_lanes(vb lanes) { return _mm512_srai_epi32(lanes, 1); }  // rounded down
 INLINE vb times_256(vb lanes) { return _mm512_slli_epi32(lanes, 8); }
 INLINE vb subtract_lanes(vb a, vb b) { return _mm512_sub_epi32(a, b); }
 INLINE vf float_lanes(vb a) { return _mm512_cvtepi32_ps(a); }

@@ -2,7 +2,7 @@
 // what the set has. Bytes are multiplied with signs on both sides. See vectors.h.
 //
 // Such a header gives before: vf and its functions; fused (fma with one rounding, even where `fma` has two), nearest,
-// whole (numbers of 32 bits), narrow_words, narrow_bytes (with saturation), dot_bytes, half_floats.
+// whole (numbers of 32 bits), narrow_words, narrow_bytes (with saturation), dot_bytes, half_floats, looked_up.
 #pragma once
 
 #define HAS_BYTE_PRODUCTS 1
@@ -262,6 +262,7 @@ INLINE vb add_lanes(vb a, vb b) { return a + b; }
 INLINE vb subtract_lanes(vb a, vb b) { return a - b; }
 INLINE vb times_256(vb lanes) { return lanes << 8; }
 INLINE vb lanes_left(vb lanes, int by) { return lanes << by; }
+INLINE vb halved_lanes(vb lanes) { return lanes >> 1; }  // rounded down
 INLINE vb words_left(vb words, int by) { return (vb)((vh)words << by); }
 INLINE vb words_right(vb words, int by) { return (vb)((vuh)words >> by); }
 INLINE vb low_nibbles(vb bytes) { return bytes & 0x0f0f0f0f; }

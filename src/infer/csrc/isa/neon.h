@@ -56,6 +56,9 @@ INLINE vb dot_bytes(vb sums, vb bytes, vb others) {
   return (vb)vpadalq_s16((int32x4_t)sums, vpaddq_s16(low, high));
 #endif
 }
+INLINE vb looked_up(const uint8_t* table, vb places) {  // bytes of a table of 16
+  return (vb)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)places);
+}
 INLINE vf half_floats(const void* from) {  // 4 numbers in float16
   float16x4_t some;
   __builtin_memcpy(&some, from, sizeof some);

@@ -72,6 +72,15 @@ INLINE vb dot_bytes(vb sums, vb bytes, vb others) {
   const vw two = (vw)((a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8));
   return sums + (two << 16 >> 16) + (two >> 16);
 }
+// Bytes of a table of 16. Not inline, because compilers take hours over so many places that are not constant.
+[[maybe_unused]] __attribute__((noinline)) vb looked_up(const uint8_t* table, vb places) {
+  uint8_t at[16];
+  __builtin_memcpy(at, &places, sizeof at);
+  for (uint8_t& each : at) each = table[each];
+  vb found;
+  __builtin_memcpy(&found, at, sizeof found);
+  return found;
+}
 INLINE vf half_floats(const void* from) {  // 4 numbers in float16
   uint16_t some[4];
   __builtin_memcpy(some, from, sizeof some);

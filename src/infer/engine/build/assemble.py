@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,6 @@ from infer.config import EngineConfig, SchedulerConfig, check_min_batch_size
 from infer.engine.build.checkpoint import (
     Checkpoint,
     chosen_blocks,
-    defaults_for,
     find_checkpoint,
     text_of,
     verified,
@@ -39,10 +37,10 @@ from infer.engine.build.memory_plan import (
     CUDA_TOKENS_BESIDE_STREAMS,
     MemoryPlan,
     low_water_pages,
-    make_plan,
     replicas_that_fit,
 )
 from infer.engine.build.placement import PINNED_FROM, Placement, free_near, live_on, place
+from infer.engine.build.planner import planner
 from infer.engine.build.processors import Processors, read_processors
 from infer.engine.build.runner_factory import RunnerFactory, make_attention, pages_that_fit
 from infer.engine.build.server_memory import (
@@ -74,7 +72,6 @@ from infer.text.grammars.compiler import Compiler
 from infer.text.library_tokenizer import read_vocabulary
 from infer.types.engine_limits import EngineLimits
 from infer.types.fingerprint import Fingerprint
-from infer.types.sampling_defaults import SamplingDefaults
 
 if TYPE_CHECKING:
     from infer.engine.client.async_llm import AsyncLLM
@@ -141,7 +138,7 @@ def prepare(
     draft = find_draft(config)
     if draft is not None:
         check_vocabulary(text_of(checkpoint, config), draft)
-    plan_with = _planner(config, checkpoint, draft, device)
+    plan_with = planner(config, checkpoint, draft, device)
     ledger = MemoryLedger() if beside_server and device.type == "cpu" else None
     with reading(str(config.model)):
         beside = (checkpoint, plan_with, share, config)
@@ -182,20 +179,6 @@ def _log_formats(plan: MemoryPlan) -> None:
         log.info("linear layers: %s", plan.products)
     if trade := trade_of(plan.dtype):
         log.info("weights in %s: %s", plan.dtype, trade)
-
-
-def _planner(
-    config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint | None, device: torch.device
-) -> Callable[..., MemoryPlan]:
-    """`make_plan` of these settings and checkpoints; what it takes is `free` or `server`."""
-    return partial(
-        make_plan,
-        config,
-        checkpoint.config,
-        checkpoint.name,
-        blocks=chosen_blocks(config, checkpoint, device),
-        draft=None if draft is None else (draft.config, draft.name),
-    )
 
 
 def _fingerprint(
@@ -541,49 +524,6 @@ def _scheduler_config(
         speculative=config.speculative,
         hold_pages_until_batch_ends=config.kv_cache_backend == "contiguous",
     )
-
-
-def request_defaults(config: EngineConfig) -> SamplingDefaults:
-    """What requests to this model get where they leave out fields; reads no weights."""
-    return defaults_for(find_checkpoint(config.model, revision=config.revision), config)
-
-
-def plan_for(config: EngineConfig, *, free: int | None = None, replicas: int = 1) -> MemoryPlan:
-    """The memory plan of a server with these settings on this machine; loads nothing.
-
-    `free`: bytes to plan with instead of what the device has free. `replicas`: number of engines
-    between which main memory is divided; the plan is that of one of them.
-    """
-    checkpoint = find_checkpoint(config.model, revision=config.revision)
-    device = machine.choose_device(config)
-    plan_with = _planner(config, checkpoint, find_draft(config), device)
-    if device.type != "cpu":
-        return plan_with(free=free)
-    memory = memory_of_server(checkpoint.config.vocab_size, free=free, pids=[os.getpid()])
-    if free is None:
-        ledger = MemoryLedger()
-        with ledger.planning():
-            usual, most = for_newcomer(memory.free, ledger.others())
-        promised = memory.free - usual
-        memory = replace(memory, free=usual, promised=promised)
-        plan = plan_with(server=memory.divided(replicas))
-        if not plan.fits:
-            plan = plan_with(server=replace(memory, free=most).divided(replicas))
-        return plan
-    return plan_with(server=memory.divided(replicas))
-
-
-def most_replicas(config: EngineConfig, *, free: int | None = None) -> int:
-    """The number of engines with these settings that fit on this machine: into main memory, with a
-    core for each, or one on each GPU. `free`: see `plan_for`."""
-    checkpoint = find_checkpoint(config.model, revision=config.revision)
-    device = machine.choose_device(config)
-    plan_with = _planner(config, checkpoint, find_draft(config), device)
-    if device.type == "cuda":
-        return torch.cuda.device_count() if plan_with(free=free).fits else 0
-    memory = memory_of_server(checkpoint.config.vocab_size, free=free, pids=[os.getpid()])
-    most = read_processors().num_threads(numa="all")
-    return replicas_that_fit(lambda count: plan_with(server=memory.divided(count)), most)
 
 
 def build_async_llm(config: EngineConfig) -> AsyncLLM:

@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from infer.config import EngineConfig
 from infer.errors import ConfigError, LoadError
 from infer.files import MAX_CONFIG_BYTES, read_text, reading
-from infer.kernels.linear import native_obstacle
+from infer.kernels.native import native_obstacle
 from infer.models.gguf_file import GGUFFile
 from infer.models.hub import SHIPPED_FOLDER, locate, verify
 from infer.models.model_config import ModelConfig
@@ -31,6 +30,11 @@ from infer.text.generation_config import FILE, defaults_of_gguf
 from infer.text.gguf_vocab import text_files
 from infer.text.untrusted.pattern_trial import try_patterns
 from infer.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+
+if TYPE_CHECKING:
+    import torch
+
+    from infer.engine.build.processors import Cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ def verified(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def chosen_blocks(
-    config: EngineConfig, checkpoint: Checkpoint, device: torch.device
+    config: EngineConfig, checkpoint: Checkpoint, device: torch.device | Cpu
 ) -> CheckpointBlocks | None:
     """The blocks in which the linear layers hold their weights.
 

@@ -20,12 +20,7 @@ from infer.errors import ConfigError
 from infer.kernels import loader
 from infer.kernels.blocks import NUMBERS
 from infer.kernels.cuda import obstacle as cuda_obstacle
-from infer.kernels.linear import (
-    bfloat16_obstacle,
-    native_obstacle,
-    products,
-    quantization_obstacle,
-)
+from infer.kernels.native import bfloat16_obstacle, native_obstacle, products, quantization_obstacle
 from infer.main_memory import available_bytes, gib
 from infer.version import VERSION
 
@@ -159,7 +154,7 @@ def _kernels() -> Finding:
 def _linear_layers() -> Finding:
     if reason := native_obstacle():
         return Finding("linear layers", f"torch's: {reason}")
-    return Finding("linear layers", products(torch.bfloat16, None))
+    return Finding("linear layers", products("bfloat16", None))
 
 
 def _dtype() -> Finding:

@@ -7,15 +7,12 @@ several nodes stays in one of them. Each GPU belongs to one engine. No torch.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from infer.config import MAX_REPLICAS
-from infer.engine.build.processors import Core, Processors, read_processors
+from infer.engine.build.processors import Core, Processors, may_have_gpu, read_processors
 from infer.errors import ConfigError
 from infer.main_memory import available_bytes
 
@@ -80,13 +77,3 @@ def shares_of(count: int, device: str) -> list[Mapping[str, Any]]:
         )
     each = available_bytes() // count
     return [{SETTING: asdict(MachineShare(index, count, each))} for index in range(count)]
-
-
-def may_have_gpu(devices: Path = Path("/dev")) -> bool:
-    """Whether device=auto may become a GPU here, as far as can be told without torch: whether the
-    system has a device of its driver. Where that cannot be told it may."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
-        return False
-    if sys.platform != "linux":
-        return sys.platform != "darwin"
-    return any(next(devices.glob(name), None) for name in ("nvidia[0-9]*", "dxg"))

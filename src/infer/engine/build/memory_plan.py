@@ -1,47 +1,50 @@
 """The memory plan: what a model will need on this machine, before it is loaded
 
-`infer plan` prints it, and the start-up check uses it. Weights are counted by building the model
-from tensors that have a shape and no memory, so the number is exact for every family. The size of
-the KV cache follows from the settings. Activations are the peak of one full step.
+`infer plan` prints it, and the start-up check uses it. Weights are counted from the config alone
+(`models.tensor_list`), exactly for every family, and no torch is imported. The size of the KV cache
+follows from the settings. Activations are the peak of one full step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from infer.config import DEFAULT_PAGE_SIZE, EngineConfig
 from infer.engine.build.checkpoint import CheckpointBlocks
 from infer.engine.build.exactness import cost_of, trade_of
 from infer.engine.build.hardware import (
+    NUMBER_BYTES,
     choose_cache_dtype,
-    choose_device,
-    choose_dtype,
     default_seats,
     free_bytes,
+    planned_device,
+    planned_dtype,
 )
+from infer.engine.build.processors import Cpu
 from infer.engine.build.server_memory import ProcessNeed, ServerMemory
 from infer.errors import ConfigError
-from infer.kernels.blocks import BlockWeight, packed_bytes, panel_kinds
-from infer.kernels.invariance import linears
-from infer.kernels.linear import (
+from infer.kernels.blocks import IN_BYTES, BlockWeight, packed_bytes, panel_kinds
+from infer.kernels.loader import HUGE_PAGE, STRIP, cell_bytes
+from infer.kernels.native import (
     BFLOAT16_SETS,
-    PlannedBlocks,
-    can_pack,
-    held_bytes,
     instruction_set,
     native_obstacle,
+    of_head,
     products,
+    weight_bytes,
 )
-from infer.kernels.loader import HUGE_PAGE, STRIP, cell_bytes
 from infer.main_memory import gib
-from infer.models.model import build_model
+from infer.models.arrangement import stored_rows
 from infer.models.model_config import ModelConfig
-from infer.models.weights import BlockReader, WeightSource
+from infer.models.tensor_list import tensors_of
+from infer.models.weights import BlockReader
+
+if TYPE_CHECKING:
+    import torch
 
 SHARE_OF_FREE_MEMORY = 0.8
 """fraction of the memory left by weights and activations that the KV cache may take"""
@@ -234,12 +237,13 @@ def make_plan(
     to plan with instead of what the device has free. `server`: those of a server, whose processes
     count. `draft`: configuration and name of the draft model. Raises `ConfigError` if impossible.
     """
-    dtype = choose_dtype(config, model, device := choose_device(config))
+    dtype = planned_dtype(config, model, device := planned_device(config))
     _check_max_seq_len(config, model)
     server = server or ServerMemory(_free(config, device) if free is None else free)
     batched = step_tokens(config, model, device, dtype)
     seats = _num_seats(config, device)
-    parameters, weights = _count(config, model, blocks, (dtype, device))
+    reader = None if blocks is None else blocks.plan
+    weights = count_weights(model, dtype, device, config.weight_format, reader)
     activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
     page_size = page_size_for(config, model)
     cache_dtype = choose_cache_dtype(config, model, dtype, device, page_size)
@@ -247,7 +251,7 @@ def make_plan(
     drafts = draft and _draft_plan(config, *draft, device, rows=seats)
     if drafts:
         activations = max(activations, drafts.activation_bytes)
-    left = server.free - server.process_bytes - weights - activations
+    left = server.free - server.process_bytes - weights.num_bytes - activations
     left -= drafts.weight_bytes if drafts else 0
     draft_token_bytes = drafts.kv_bytes_per_token if drafts else 0
     page = page_size, token_bytes
@@ -257,14 +261,14 @@ def make_plan(
     return MemoryPlan(
         model=name,
         device=device.type,
-        dtype=config.weight_format or str(dtype).removeprefix("torch."),
-        products=_products(config, dtype, device, blocks),
+        dtype=config.weight_format or dtype,
+        products=_products(config, dtype, device, weights),
         positions=model.rope_choice(cache.max_seq_len),
-        num_parameters=parameters,
-        weight_bytes=weights,
+        num_parameters=weights.num_parameters,
+        weight_bytes=weights.num_bytes,
         activation_bytes=activations,
         free_bytes=server.free,
-        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
+        kv_cache_dtype=cache_dtype,
         kv_bytes_per_token=cache.token_bytes,
         kv_bytes=cache.kv_bytes,
         page_size=cache.page_size,
@@ -280,19 +284,19 @@ def make_plan(
     )
 
 
-def _free(config: EngineConfig, device: torch.device) -> int:
+def _free(config: EngineConfig, device: torch.device | Cpu) -> int:
     return free_bytes(device, config.gpu_memory_utilization)
 
 
 def _products(
     config: EngineConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    blocks: CheckpointBlocks | None,
+    dtype: str,
+    device: torch.device | Cpu,
+    weights: WeightCount,
 ) -> str:
     if device.type != "cpu":
         return ""
-    return products(dtype, config.weight_format, blocks.kinds if blocks else ())
+    return products(dtype, config.weight_format, weights.block_forms)
 
 
 def _check_max_seq_len(config: EngineConfig, model: ModelConfig) -> None:
@@ -303,15 +307,16 @@ def _check_max_seq_len(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def _num_seats(config: EngineConfig, device: torch.device) -> int:
+def _num_seats(config: EngineConfig, device: torch.device | Cpu) -> int:
     if config.batching_mode == "sequential":
         return 1
     return config.max_batch_size or default_seats(device)
 
 
-def _kv_bytes_per_token(model: ModelConfig, cache_dtype: torch.dtype) -> int:
+def _kv_bytes_per_token(model: ModelConfig, cache_dtype: str) -> int:
+    size = NUMBER_BYTES[cache_dtype]
     return sum(
-        2 * layer.num_kv_heads * cell_bytes(layer.head_dim, cache_dtype) for layer in model.layers()
+        2 * layer.num_kv_heads * cell_bytes(layer.head_dim, size) for layer in model.layers()
     )
 
 
@@ -330,22 +335,22 @@ def _cache_budget(
 
 
 def _draft_plan(
-    config: EngineConfig, model: ModelConfig, name: str, device: torch.device, *, rows: int
+    config: EngineConfig, model: ModelConfig, name: str, device: torch.device | Cpu, *, rows: int
 ) -> DraftPlan:
     """The draft model's plan, without pages yet. `rows`: rows that are sampled in a pass."""
     settings = config.of_draft_model()
     assert settings is not None
-    dtype = choose_dtype(settings, model, device)
-    parameters, weights = count_weights(model, dtype, device, settings.weight_format)
+    dtype = planned_dtype(settings, model, device)
+    weights = count_weights(model, dtype, device, settings.weight_format)
     cache_dtype = choose_cache_dtype(settings, model, dtype, device, DEFAULT_PAGE_SIZE)
     return DraftPlan(
         model=name,
-        num_parameters=parameters,
-        weight_bytes=weights,
+        num_parameters=weights.num_parameters,
+        weight_bytes=weights.num_bytes,
         activation_bytes=activation_bytes(
             model, dtype, tokens=CPU_TOKENS_BESIDE_STREAMS, rows=rows
         ),
-        kv_cache_dtype=str(cache_dtype).removeprefix("torch."),
+        kv_cache_dtype=cache_dtype,
         kv_bytes_per_token=_kv_bytes_per_token(model, cache_dtype),
         page_size=DEFAULT_PAGE_SIZE,
         num_pages=0,
@@ -364,15 +369,6 @@ def replicas_that_fit(plan_with: Callable[[int], MemoryPlan], most: int) -> int:
         else:
             high = middle - 1
     return low
-
-
-def _count(
-    config: EngineConfig,
-    model: ModelConfig,
-    blocks: CheckpointBlocks | None,
-    where: tuple[torch.dtype, torch.device],
-) -> tuple[int, int]:
-    return count_weights(model, *where, config.weight_format, blocks.plan if blocks else None)
 
 
 def page_size_for(config: EngineConfig, model: ModelConfig) -> int:
@@ -401,7 +397,7 @@ def low_water_pages(plan: MemoryPlan, num_tensors: int) -> int:
 
 
 def step_tokens(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
+    config: EngineConfig, model: ModelConfig, device: torch.device | Cpu, dtype: str
 ) -> int:
     """The limit of tokens in a step. Without a cache a step has room for a longest sequence.
 
@@ -420,11 +416,11 @@ def step_tokens(
     return given or max(longest, default_batched_tokens(device, dtype))
 
 
-def default_batched_tokens(device: torch.device, dtype: torch.dtype) -> int:
+def default_batched_tokens(device: torch.device | Cpu, dtype: str) -> int:
     """Default limit of tokens in a step: enough to use the device well."""
     if device.type == "cuda":
         return 4096
-    native = dtype == torch.bfloat16 and native_obstacle() is None
+    native = dtype == "bfloat16" and native_obstacle() is None
     return 1024 if native and instruction_set() in BFLOAT16_SETS else CPU_TOKENS_BESIDE_STREAMS
 
 
@@ -478,7 +474,7 @@ class _CacheSize:
         return (self.num_pages + 1) * self.page_size * self.token_bytes
 
 
-def _advice(left: int, cache: _CacheSize, dtype: torch.dtype, draft_token_bytes: int) -> str:
+def _advice(left: int, cache: _CacheSize, dtype: str, draft_token_bytes: int) -> str:
     """What would fit if the plan does not; `left`: bytes beside weights and activations.
     `draft_token_bytes`: bytes of a token in the draft model's cache."""
     token_bytes = cache.token_bytes + draft_token_bytes
@@ -487,7 +483,7 @@ def _advice(left: int, cache: _CacheSize, dtype: torch.dtype, draft_token_bytes:
     if tokens >= cache.page_size and (cache.advice or left >= need):
         return cache.advice
     if tokens < cache.page_size:
-        narrower = ", or dtype='bfloat16'" if dtype == torch.float32 else ""
+        narrower = ", or dtype='bfloat16'" if dtype == "float32" else ""
         return f"the weights alone leave no room: choose a smaller model{narrower}"
     return (
         f"beside the weights there is room for {tokens:,} tokens of KV cache: lower"
@@ -495,52 +491,96 @@ def _advice(left: int, cache: _CacheSize, dtype: torch.dtype, draft_token_bytes:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class WeightCount:
+    """A model's weights."""
+
+    num_parameters: int
+    num_bytes: int
+    """Size in memory."""
+    kinds: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """(type of blocks in which numbers are held, type in the file) → how many numbers."""
+
+    @property
+    def block_forms(self) -> list[str]:
+        """What is said of the blocks in which weights are held, the file's own types first."""
+        kinds = sorted(self.kinds, key=lambda kind: -self.kinds[kind])
+        own = ", ".join(held for held, stored in kinds if held == stored)
+        return [f"in the file's own {own}"] * bool(own) + [
+            f"{stored} held as {held}" + (", rounded" if stored not in IN_BYTES else "")
+            for held, stored in kinds
+            if held != stored
+        ]
+
+
 def count_weights(
     config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
+    device: torch.device | Cpu,
     quantization: str | None = None,
     blocks: BlockReader | None = None,
-) -> tuple[int, int]:
-    """(number of parameters, bytes in memory), counted by building the model without memory.
+) -> WeightCount:
+    """The weights of a model of this shape, from its config alone.
 
     A tied embedding counts twice in bytes if linear layers are packed or quantised: once for
     looking up tokens, once in the layer's own layout for the logits. In blocks it counts once.
     `blocks` gives the types of weights that are held in blocks.
     """
-    count = num_in_blocks = block_bytes = 0
+    tensors, rows, size = tensors_of(config), stored_rows(config), NUMBER_BYTES[dtype]
+    kinds: Counter[tuple[str, str]] = Counter()
 
-    def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        nonlocal count
-        tensor = torch.empty(shape, dtype=dtype, device="meta")
-        count += tensor.numel()
-        return tensor
+    def in_blocks(weights: Mapping[str, tuple[int, int]], *, gated: bool = False) -> int | None:
+        """The size in bytes of weights in blocks; None if they are not."""
+        if blocks is None:
+            return None
+        places = {name: rows(name) for name in weights}
+        stored = {
+            place.name: (place.total or weights[name][0], weights[name][1])
+            for name, place in places.items()
+        }
+        found = blocks(stored, gated and len(stored) > 1)
+        if not found:
+            return None
+        kinds.update(_kinds_of(found))
+        return packed_bytes(panel_kinds(found, gated=gated) or (), found[0].shape[1])
 
-    def plan_blocks(parts: Mapping[str, tuple[int, int]], gated: bool) -> list[BlockWeight] | None:
-        nonlocal num_in_blocks, block_bytes
-        found = None if blocks is None else blocks(parts, gated)
-        if found:
-            num_in_blocks += sum(weight.num_weights for weight in found)
-            block_bytes += packed_bytes(panel_kinds(found, gated=gated) or (), found[0].shape[1])
-        return found
-
-    meta = torch.device("meta")
-    source = WeightSource((), read, dtype=dtype, device=meta, complete=False)
-    model = build_model(config, source.with_layers(None, blocks=plan_blocks), max_seq_len=1)
-    layers = [layer for layer in linears(model) if not isinstance(layer, PlannedBlocks)]
-    numbers = count - sum(layer.num_weights for layer in layers)
-    is_tied = config.tie_embeddings and model.lm_head in layers
-    if is_tied and (quantization or _packs(dtype, device)):
-        numbers += config.vocab_size * config.hidden_size
-    held = held_bytes(layers, model.lm_head, quantization)
-    return count + num_in_blocks, numbers * dtype.itemsize + held + block_bytes
+    name, shape = tensors.embedding
+    count = math.prod(shape) + sum(map(math.prod, tensors.others.values()))
+    num_bytes = float(size * sum(map(math.prod, tensors.others.values())))
+    embedding = in_blocks({name: shape})
+    num_bytes += size * math.prod(shape) if embedding is None else embedding
+    if embedding is None and config.tie_embeddings and (quantization or _packs(dtype, device)):
+        num_bytes += math.prod(shape) * weight_bytes(of_head(quantization), size, shape[1])
+    for each in tensors.products:
+        count += each.num_weights
+        found = in_blocks(each.weights, gated=each.gated)
+        way = of_head(quantization) if each.is_head else quantization
+        width = next(iter(each.weights.values()))[1]
+        num_bytes += each.num_weights * weight_bytes(way, size, width) if found is None else found
+    return WeightCount(count, int(num_bytes), kinds)
 
 
-def _packs(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cpu" and can_pack(torch.empty(1, 1, dtype=dtype))
+def _kinds_of(weights: Sequence[BlockWeight]) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for weight in weights:
+        found[weight.kind, weight.stored or weight.kind] += weight.num_weights
+    return found
 
 
-def activation_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, rows: int) -> int:
+def _packs(dtype: str, device: torch.device | Cpu) -> bool:
+    """Whether linear layers have a layout of their own for weights in `dtype`."""
+    if device.type != "cpu":
+        return False
+    if dtype == "bfloat16" and native_obstacle() is None:
+        return True
+    import torch
+
+    from infer.kernels.linear import can_pack
+
+    return can_pack(torch.empty(1, 1, dtype=getattr(torch, dtype)))
+
+
+def activation_bytes(config: ModelConfig, dtype: str, *, tokens: int, rows: int) -> int:
     """Peak of one step's activations in bytes, for `tokens` tokens of which `rows` are sampled.
 
     It is the widest layer over all tokens (a gate's two halves and its result, or its result and
@@ -548,5 +588,5 @@ def activation_bytes(config: ModelConfig, dtype: torch.dtype, *, tokens: int, ro
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     width = 4 * config.hidden_size + max(2 * heads, 3 * config.intermediate_size)
     # Logits exist in the computed dtype, in float32, and once more while they are sampled.
-    logits = rows * config.vocab_size * (dtype.itemsize + 8)
-    return tokens * width * dtype.itemsize + logits
+    logits = rows * config.vocab_size * (NUMBER_BYTES[dtype] + 8)
+    return tokens * width * NUMBER_BYTES[dtype] + logits

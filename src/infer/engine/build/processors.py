@@ -170,3 +170,20 @@ def _performance_cores_of_macos() -> int:
         if read and not read(name, ctypes.byref(number), ctypes.byref(size), None, 0):
             return max(1, number.value)
     return max(1, (os.cpu_count() or 2) // 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """The CPU as a device, for a plan that imports no torch."""
+
+    type: str = "cpu"
+
+
+def may_have_gpu(devices: Path = Path("/dev")) -> bool:
+    """Whether device=auto may become a GPU here, as far as can be told without torch: whether the
+    system has a device of its driver. Where that cannot be told it may."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        return False
+    if sys.platform != "linux":
+        return sys.platform != "darwin"
+    return any(next(devices.glob(name), None) for name in ("nvidia[0-9]*", "dxg"))
