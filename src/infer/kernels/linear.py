@@ -39,6 +39,7 @@ from infer.kernels.blocks import (
     packed_bytes,
     panel_kinds,
 )
+from infer.kernels.int8_weight import Int8Weight, int8_bytes
 from infer.kernels.team import num_threads
 
 ROTATED_INPUTS = 64
@@ -474,7 +475,7 @@ class NativeLinear:
 
     def __init__(
         self,
-        weights: Sequence[Tensor] | Sequence[BlockWeight],
+        weights: Sequence[Tensor] | Sequence[BlockWeight | Int8Weight],
         bias: Tensor | None = None,
         fusion: Fusion = PRODUCT_ONLY,
         *,
@@ -482,7 +483,7 @@ class NativeLinear:
         rotated: bool = True,
         packed: Tensor | None = None,
     ) -> None:
-        """`weights`: [out_i, in] bfloat16 each, or in blocks; their outputs are concatenated.
+        """`weights`: [out_i, in] bfloat16 each, in blocks, or in int8; outputs are concatenated.
 
         `bits`: a weight in bfloat16 is held in 16 or 8 bits. `rotated`: whether 8 bits are those
         of rotated rows; not for weights that were calibrated for one scale a row. `packed`: the
@@ -500,6 +501,8 @@ class NativeLinear:
         self.dtype = torch.bfloat16
         self.out_dtype = torch.float32 if fusion.float_out else torch.bfloat16
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
+        if isinstance(weights[0], Int8Weight):
+            bits, rotated = 8, False
         kinds = panel_kinds(blocks, gated=gate > 0) if blocks else []
         if kinds is None:
             raise ValueError(f"one panel cannot hold {', '.join(each.kind for each in blocks)}")
@@ -528,7 +531,7 @@ class NativeLinear:
             column += part.shape[0]
         self._apply = library.infer_linear
 
-    def _pack(self, part: Tensor | BlockWeight, column: int) -> None:
+    def _pack(self, part: Tensor | BlockWeight | Int8Weight, column: int) -> None:
         """Write one of the weights as the outputs from `column` on."""
         library, threads = loader.loaded(), num_threads()
         if isinstance(part, BlockWeight):
@@ -547,6 +550,15 @@ class NativeLinear:
                 # Pages of the file, which would count as this process's memory. They can be read
                 # again at any time.
                 loader.advise_range(address, len(rows) * stride, mmap.MADV_DONTNEED)
+            return
+        if isinstance(part, Int8Weight):
+            assert part.rows is not None
+            assert part.scales is not None
+            codes, scales = part.rows.contiguous(), part.scales.contiguous()
+            assert (codes.dtype, scales.dtype) == (torch.int8, torch.float32)
+            library.infer_linear_pack_int8(
+                *(self.handle, codes.data_ptr(), scales.data_ptr(), *codes.shape, column), threads
+            )
             return
         assert (part.dtype, part.shape[1]) == (torch.bfloat16, self.in_features)
         source = part if part.stride(1) == 1 else part.contiguous()
@@ -615,7 +627,11 @@ class BlockEmbedding:
 class PlannedBlocks(_Composed):
     """The shape of a layer in blocks before the file is read, for plans of memory."""
 
-    def __init__(self, weights: Sequence[BlockWeight], fusion: Fusion = PRODUCT_ONLY) -> None:
+    def __init__(
+        self,
+        weights: Sequence[BlockWeight | Int8Weight],
+        fusion: Fusion = PRODUCT_ONLY,
+    ) -> None:
         rows, width = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         meta = torch.empty((rows, width), dtype=torch.bfloat16, device="meta")
         super().__init__(meta, None, fusion)
@@ -698,6 +714,15 @@ def held_bytes(layers: Iterable[Linear], head: Linear, quantization: str | None)
     )
 
 
+def kept_bytes(weights: Sequence[BlockWeight | Int8Weight], *, gated: bool) -> int:
+    """The size in bytes of a layer with these weights as its outputs."""
+    whole = [weight for weight in weights if isinstance(weight, Int8Weight)]
+    if whole:
+        return int8_bytes(whole, gated=gated)
+    blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
+    return packed_bytes(panel_kinds(blocks, gated=gated) or (), blocks[0].shape[1])
+
+
 def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN's packed layout exists for this weight's device and dtype, in this torch."""
     if weight.device.type != "cpu" or not _has_onednn("mkldnn", "_linear_pointwise"):
@@ -733,7 +758,7 @@ def _numbers(weight: BlockWeight) -> Tensor:
 
 
 def make_linear(
-    weight: Tensor | BlockWeight | Sequence[Tensor] | Sequence[BlockWeight],
+    weight: Tensor | BlockWeight | Sequence[Tensor] | Sequence[BlockWeight | Int8Weight],
     bias: Tensor | None = None,
     fusion: Fusion = PRODUCT_ONLY,
     *,
@@ -745,13 +770,14 @@ def make_linear(
     `quantization`: int8 or int4; None: the weight keeps its dtype. `batch_invariant`: on a GPU only
     kernels are used that can compute a row the same way for every number of rows.
     """
-    several = [weight] if isinstance(weight, (Tensor, BlockWeight)) else list(weight)
-    blocks = [part for part in several if isinstance(part, BlockWeight)]
+    several: Sequence[Tensor | BlockWeight | Int8Weight]
+    several = [weight] if isinstance(weight, (Tensor, BlockWeight)) else weight
+    kept = [part for part in several if not isinstance(part, Tensor)]
     parts = [part for part in several if isinstance(part, Tensor)]
-    if blocks and blocks[0].rows is None:
-        return PlannedBlocks(blocks, fusion)
-    if blocks:
-        return NativeLinear(blocks, bias, fusion)
+    if kept and kept[0].rows is None:
+        return PlannedBlocks(kept, fusion)
+    if kept:
+        return NativeLinear(kept, bias, fusion)
     is_narrow = parts[0].dtype == torch.bfloat16
     if quantization == "int4" and parts[0].is_cpu:
         parts_in_blocks = [fitted(part.bfloat16()) for part in parts]
