@@ -13,6 +13,7 @@ from infer.cli.plain import plain
 from infer.config import EngineConfig
 from infer.errors import ConfigError
 from infer.models.hub import cached_checkpoints
+from infer.models.quantized_config import METHODS
 from infer.models.registry import ARCHITECTURES
 
 MAX_FREE_GIB = 2**20
@@ -65,6 +66,11 @@ def run_models() -> None:
     for row, names in rows.items():
         families.add_row(row.family, "\n".join(names), row.notes)
     console.print(families)
+    methods = Table("quant_method", "what is read", "held as", box=box.SIMPLE)
+    methods.title = "Quantised safetensors"
+    for name, method in METHODS.items():
+        methods.add_row(name, method.formats, method.held)
+    console.print(methods)
     cached = cached_checkpoints()
     if not cached:
         console.print("No checkpoints in the local hub cache; a folder is loaded by its path.")
@@ -72,7 +78,8 @@ def run_models() -> None:
     local = Table("model", "architecture", "size", title="Local hub cache", box=box.SIMPLE)
     for checkpoint in cached:
         known = "" if checkpoint.architecture in ARCHITECTURES else " (not supported)"
-        what = checkpoint.architecture + known
+        form = f", {checkpoint.quantization}" if checkpoint.quantization else ""
+        what = checkpoint.architecture + known + form
         if checkpoint.unreadable:
             what = f"unreadable: {checkpoint.unreadable}"
         local.add_row(

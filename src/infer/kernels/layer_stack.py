@@ -34,7 +34,7 @@ MODEL_PROPERTIES = (
     *("num_kv_heads", "head_dim", "max_seq_len", "norm_eps", "rope", "ropes", "tie_embeddings"),
     *("dtype", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "windows", "query_scale"),
     *("final_softcap", "form", "layout", "embedding_scale", "rounds_embedding_scale"),
-    *("logits_scale", "head_bias", "positions_offset"),
+    *("logits_scale", "head_bias", "positions_offset", "quantization"),
 )
 """Fields of a model's config that a stack computes, or that do not concern its layers.
 

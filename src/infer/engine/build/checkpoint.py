@@ -24,6 +24,7 @@ from infer.kernels.linear import native_obstacle
 from infer.models.gguf_file import GGUFFile
 from infer.models.hub import SHIPPED_FOLDER, locate, verify
 from infer.models.model_config import ModelConfig
+from infer.models.quantized_source import QuantizedFiles
 from infer.models.registry import read_model_config
 from infer.models.weights import BlockReader, WeightSource, dummy_source, open_checkpoint
 from infer.text.checkpoint_text import TextFiles, read_defaults, read_text_files
@@ -58,7 +59,7 @@ class Checkpoint:
     source: Callable[[torch.dtype, torch.device], WeightSource]
     """opens the weights, as tensors of a dtype on a device"""
     blocks: CheckpointBlocks | None = None
-    """the blocks of a GGUF file with quantised weights; else None"""
+    """the forms in which quantised weights are kept; None: there are none"""
     verify: Callable[[], None] = lambda: None
     """reads the weights' files and raises `LoadError` if one has another checksum than is listed"""
 
@@ -96,13 +97,26 @@ def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
         )
     # With random weights any tokenizer will do, so a folder without one gets the shipped one.
     borrows = dummy and not (path / "tokenizer.json").is_file()
+    config = read_model_config(path)
+    quantized = None
+    if config.quantization is not None and not dummy:
+        quantized = QuantizedFiles(path, config, config.quantization)
+    opened = functools.partial(open_checkpoint, path)
+    source = opened if quantized is None else quantized.source
     return Checkpoint(
         name,
-        read_model_config(path),
+        config,
         text=lambda: read_text_files(SHIPPED_FOLDER if borrows else path),
         defaults=lambda: read_defaults(path),
-        source=dummy_source if dummy else lambda *where: open_checkpoint(path, *where),
+        source=dummy_source if dummy else source,
+        blocks=_quantized_blocks(quantized),
     )
+
+
+def _quantized_blocks(files: QuantizedFiles | None) -> CheckpointBlocks | None:
+    if files is None or not files.kinds:
+        return None
+    return CheckpointBlocks(files.kinds, files.block_reader(), files.block_reader(planned=True))
 
 
 @contextlib.contextmanager

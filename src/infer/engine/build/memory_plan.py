@@ -26,7 +26,6 @@ from infer.engine.build.hardware import (
 )
 from infer.engine.build.server_memory import ProcessNeed, ServerMemory
 from infer.errors import ConfigError
-from infer.kernels.blocks import BlockWeight, packed_bytes, panel_kinds
 from infer.kernels.invariance import linears
 from infer.kernels.linear import (
     BFLOAT16_SETS,
@@ -34,6 +33,7 @@ from infer.kernels.linear import (
     can_pack,
     held_bytes,
     instruction_set,
+    kept_bytes,
     native_obstacle,
     products,
 )
@@ -41,7 +41,7 @@ from infer.kernels.loader import HUGE_PAGE, STRIP, cell_bytes
 from infer.main_memory import gib
 from infer.models.model import build_model
 from infer.models.model_config import ModelConfig
-from infer.models.weights import BlockReader, WeightSource
+from infer.models.weights import BlockReader, HeldWeights, WeightSource
 
 SHARE_OF_FREE_MEMORY = 0.8
 """fraction of the memory left by weights and activations that the KV cache may take"""
@@ -512,12 +512,12 @@ def count_weights(
         count += tensor.numel()
         return tensor
 
-    def plan_blocks(parts: Mapping[str, tuple[int, int]], gated: bool) -> list[BlockWeight] | None:
+    def plan_blocks(parts: Mapping[str, tuple[int, int]], gated: bool) -> HeldWeights | None:
         nonlocal num_in_blocks, block_bytes
         found = None if blocks is None else blocks(parts, gated)
         if found:
             num_in_blocks += sum(weight.num_weights for weight in found)
-            block_bytes += packed_bytes(panel_kinds(found, gated=gated) or (), found[0].shape[1])
+            block_bytes += kept_bytes(found, gated=gated)
         return found
 
     meta = torch.device("meta")
