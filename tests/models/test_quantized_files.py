@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -422,6 +422,36 @@ def test_a_config_that_is_not_supported_is_refused_by_name(name: str) -> None:
     assert message in str(caught.value)
 
 
+def variants(value: Any) -> Iterator[Any]:
+    """A JSON value with each of its parts replaced by what it must not be."""
+    yield from (None, [], {}, "x", "re:(", -1, 1.5, True, 10**30, [[]], {"a": []})
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from ({**value, key: each} for each in variants(inner))
+    elif isinstance(value, list):
+        yield from ([each, *value[1:]] for inner in value[:1] for each in variants(inner))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_any_config_is_read_or_refused(name: str) -> None:
+    """And what is read can be planned with."""
+    raw = {**make_model("llama").config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    refused = 0
+    for config in variants(dict(FORMATS[name].config)):
+        try:
+            found = parse_model_config({**raw, "quantization_config": config}, "config.json")
+        except LoadError as error:
+            refused += 1
+            assert "quantization_config: " in str(error) or "must be a JSON object" in str(error)
+            continue
+        if found.quantization is not None:
+            assert str(found.quantization)
+            assert all(each.held in (None, *KINDS) for each in found.quantization.schemes)
+            found.quantization.scheme("model.layers.0.mlp.down_proj")
+    assert refused > 5
+
+
+KINDS = ("int8", "Q4_0", "Q5_0", "Q8_0")
 LAYER = "model.layers.0.mlp.down_proj"
 Spoil = Callable[[dict[str, Tensor]], None]
 

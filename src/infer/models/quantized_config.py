@@ -68,7 +68,7 @@ def read_quantization(raw: Mapping[str, Any], problems: list[str]) -> Quantizati
         return None
     result = METHODS[method].read(method, reader)
     problems += [f"{name}: {each}" for each in reader.problems]
-    return result if result.schemes else None
+    return result if not reader.problems and result.schemes else None
 
 
 def _fields(raw: Mapping[str, Any]) -> tuple[str, Any] | None:
