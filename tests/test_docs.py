@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from infer.models.quantized_config import METHODS, REFUSED
 from infer.models.registry import ARCHITECTURES, Architecture
 
 ROOT = Path(__file__).parents[1]
@@ -170,6 +171,27 @@ def test_the_table_of_families_is_that_of_the_registry() -> None:
     assert found[0] == families_table()
 
 
+QUANTISED = re.compile(r"^\| `quant_method` \| what is read.*?\n\n", re.DOTALL | re.MULTILINE)
+
+
+def quantised_table() -> str:
+    """The table of quantised safetensors, from the readers."""
+    lines = ["| `quant_method` | what is read | held as |", "|---|---|---|"]
+    lines += [f"| `{name}` | {row.formats} | {row.held} |" for name, row in METHODS.items()]
+    refused: dict[str, list[str]] = {}
+    for name, instead in REFUSED.items():
+        refused.setdefault(instead, []).append(f"`{name}`")
+    lines += [f"| {', '.join(names)} | refused | {what} |" for what, names in refused.items()]
+    return "\n".join(lines) + "\n\n"
+
+
+def test_the_table_of_quantised_files_is_that_of_their_readers() -> None:
+    """`python tests/test_docs.py` writes it."""
+    found = QUANTISED.search(MODELS.read_text(encoding="utf-8"))
+    assert found
+    assert found[0] == quantised_table()
+
+
 def test_what_is_broken_is_found() -> None:
     page = ROOT / "README.md"
     assert broken_links(page, "[a](docs/no.md) [b](docs/gpu.md#nowhere) [c](../x)") == [
@@ -184,4 +206,6 @@ def test_what_is_broken_is_found() -> None:
 
 if __name__ == "__main__":
     page = MODELS.read_text(encoding="utf-8")
-    MODELS.write_text(FAMILIES.sub(lambda _: families_table(), page, count=1), encoding="utf-8")
+    page = FAMILIES.sub(lambda _: families_table(), page, count=1)
+    page = QUANTISED.sub(lambda _: quantised_table(), page, count=1)
+    MODELS.write_text(page, encoding="utf-8")

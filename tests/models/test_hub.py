@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -204,3 +205,24 @@ def test_what_cannot_be_read_in_the_cache_is_a_row_and_hides_no_other(
     shown = capsys.readouterr().out
     assert shown.count("unreadable: ") == len(BROKEN) + 1
     assert "them/good" in shown
+
+
+def test_the_cache_is_listed_with_the_format_of_quantised_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = {"four": {"quant_method": "gptq", "bits": 4, "group_size": 128},
+               "other": {"quant_method": "aqlm"}, "plain": None}  # fmt: skip
+    for name, method in methods.items():
+        snapshot = tmp_path / f"models--them--{name}" / "snapshots" / ("a" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text("a" * 40, encoding="utf-8")
+        config = {"architectures": ["LlamaForCausalLM"], "quantization_config": method}
+        (snapshot / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "400")
+    run_models()
+    shown = capsys.readouterr().out
+    assert "LlamaForCausalLM, gptq, 4 bits in groups of 128" in shown
+    assert "quant_method 'aqlm' is not supported; take" in shown
+    assert all(name in shown for name in ("compressed-tensors", "bitsandbytes"))

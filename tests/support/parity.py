@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from infer.engine.build.checkpoint import find_checkpoint
 from infer.engine.build.runner_factory import make_attention
-from infer.models.gguf_file import GGUFFile
 from infer.models.model import build_model
-from infer.models.registry import read_model_config
-from infer.models.weights import open_checkpoint
 from infer.runner.kv_storage import KVStorage
 from infer.runner.pack import Packer
 from infer.schedule.page_allocator import PageAllocator
@@ -41,17 +39,14 @@ class Bench:
         quantization: str | None = None,
         attention: str = "sdpa",
     ) -> None:
-        """`path`: a folder, or a GGUF file, whose weights stay in its blocks in bfloat16.
-        `attention`: as in `EngineConfig`; "auto" serves."""
+        """`path`: a folder, or a GGUF file. Weights that are quantised stay as they are in
+        bfloat16. `attention`: as in `EngineConfig`; "auto" serves."""
         cpu = torch.device("cpu")
-        if path.is_dir():
-            self.config = read_model_config(path)
-            source = open_checkpoint(path, dtype, cpu).with_layers(quantization)
-        else:
-            file = GGUFFile(path)
-            self.config = file.config
-            blocks = file.block_reader() if dtype == torch.bfloat16 else None
-            source = file.source(dtype, cpu).with_layers(quantization, blocks=blocks)
+        checkpoint = find_checkpoint(str(path))
+        self.config = checkpoint.config
+        held = None if quantization or dtype != torch.bfloat16 else checkpoint.blocks
+        blocks = None if held is None else held.read
+        source = checkpoint.source(dtype, cpu).with_layers(quantization, blocks=blocks)
         self.model = build_model(self.config, source, self.config.max_seq_len)
         self.storage = KVStorage(self.config, 300, page_size, dtype=dtype, device=cpu)
         self.backend = make_attention(attention, self.storage, self.config)

@@ -51,6 +51,7 @@ def local_checkpoints(title: str) -> Table | None:
     for checkpoint in cached:
         is_known = checkpoint.architecture in (*ARCHITECTURES, "GGUF")
         what = checkpoint.architecture + ("" if is_known else " (not supported)")
+        what += f", {checkpoint.quantization}" if checkpoint.quantization else ""
         if checkpoint.unreadable:
             what = f"unreadable: {checkpoint.unreadable}"
         table.add_row(plain(checkpoint.name), plain(what), f"{checkpoint.num_bytes / 1e9:.2f} GB")

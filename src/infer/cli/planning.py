@@ -13,6 +13,7 @@ from infer.cli.hub_cache import local_checkpoints
 from infer.cli.plain import plain
 from infer.config import EngineConfig
 from infer.errors import ConfigError
+from infer.models.quantized_config import METHODS
 from infer.models.registry import ARCHITECTURES
 
 MAX_FREE_GIB = 2**20
@@ -72,6 +73,11 @@ def run_models() -> None:
     for row, names in rows.items():
         families.add_row(row.family, "\n".join(names), row.notes)
     console.print(families)
+    methods = Table("quant_method", "what is read", "held as", box=box.SIMPLE)
+    methods.title = "Quantised safetensors"
+    for name, method in METHODS.items():
+        methods.add_row(name, method.formats, method.held)
+    console.print(methods)
     local = local_checkpoints("Local hub cache")
     if local is None:
         console.print("No checkpoints in the local hub cache; a folder is loaded by its path.")

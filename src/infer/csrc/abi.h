@@ -156,6 +156,11 @@ void infer_linear_free(void* layer);
 // layer come one by one. Columns that fill up the last panel stay as they are: columns do not meet in a product.
 void infer_linear_pack(void* layer, const uint16_t* source, long rows, long stride, long column, int threads);
 
+// The same for rows that are in int8 already, `stride` bytes apart, with the scale of each [rows]; the layer is one of
+// 8 bits that is not rotated.
+void infer_linear_pack_int8(void* layer, const int8_t* source, const float* scales, long rows, long stride, long column,
+                            int threads);
+
 // The same for rows of a GGUF file, `stride` bytes apart, in blocks of `type`. The panels that they come to must be of
 // that type, or of one that holds the same numbers, such as Q5_K for Q4_K.
 void infer_linear_pack_blocks(void* layer, const uint8_t* source, int type, long rows, long stride, long column,

@@ -60,6 +60,13 @@ INLINE void put_line(const Layer& layer, const uint16_t* row, const float* numbe
   put_bytes64(line, part[0], part[1], 0);
 }
 
+// The same of a row that is in int8 already.
+INLINE void copy_line(const Layer& layer, const int8_t* row, long step, char* line) {
+  const long left = std::min(64L, layer.K - step * 64);
+  std::memset(line, 0, 64);
+  std::memcpy(line, row + step * 64, (size_t)left);
+}
+
 // The columns of half a panel that come from a source, and their scales.
 struct HalfPanel {
   uint32_t lanes = 0;
@@ -74,11 +81,15 @@ HalfPanel scale_half(const Packing& p, long panel, int half) {
   const long column_end = layer.gate ? (half + 1) * layer.width : layer.N;
   HalfPanel found;
   found.first = column - p.column;
-  if (layer.whole()) found.numbers.resize((size_t)(16 * layer.steps * 64));
+  if (layer.whole() && !p.whole) found.numbers.resize((size_t)(16 * layer.steps * 64));
   for (int i = 0; i < 16; ++i) {
     if (found.first + i < 0 || found.first + i >= p.rows || column + i >= column_end) continue;
     found.lanes |= 1u << i;
     if (!layer.whole()) continue;
+    if (p.whole) {
+      layer.scales[panel * SIDE + half * 16 + i] = p.scales[found.first + i];
+      continue;
+    }
     const uint16_t* row = p.source + (found.first + i) * p.stride;
     float* numbers = found.numbers.data() + i * layer.steps * 64;
     I16 most = zeros16();
@@ -104,10 +115,15 @@ void pack_panel(const Packing& p, long panel) {
     for (long step = 0; own.lanes && step < layer.steps; ++step) {
       // Whole lines first: gathering straight from rows that lie 4 KB apart would thrash the L1.
       alignas(64) uint32_t square[16][16];
-      for (int i = 0; i < 16; ++i)
-        if (own.lanes >> i & 1)
-          put_line(layer, p.source + (own.first + i) * p.stride, own.numbers.data() + i * layer.steps * 64, step,
-                   own.inverses[i], (char*)square[i]);
+      for (int i = 0; i < 16; ++i) {
+        if (!(own.lanes >> i & 1)) continue;
+        const long row = (own.first + i) * p.stride;
+        if (p.whole)
+          copy_line(layer, p.whole + row, step, (char*)square[i]);
+        else
+          put_line(layer, p.source + row, own.numbers.data() + i * layer.steps * 64, step, own.inverses[i],
+                   (char*)square[i]);
+      }
       uint32_t* to = (uint32_t*)(layer.tiles(panel, step) + half * TILE);
       const bool all = own.lanes == 0xffff;
       for (int part = 0; all && part < 16; ++part, to += 16)

@@ -97,6 +97,7 @@ MODEL_PROPERTIES = (
     *("dtype", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "windows", "query_scale"),
     *("final_softcap", "form", "layout", "embedding_scale", "rounds_embedding_scale"),
     *("logits_scale", "head_bias", "positions_offset", "score_softcap", "alibi", "embedding_norm"),
+    "quantization",
 )
 """Fields of a model's config that a stack computes, or that do not concern its layers.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import mmap
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -36,7 +36,8 @@ from infer.kernels.blocks import (
     packed_bytes,
     panel_kinds,
 )
-from infer.kernels.native import instruction_set, native_obstacle, of_head, weight_bytes
+from infer.kernels.int8_weight import Int8Weight
+from infer.kernels.native import instruction_set, native_obstacle
 from infer.kernels.team import num_threads
 
 ROTATED_INPUTS = 64
@@ -440,7 +441,7 @@ class NativeLinear:
 
     def __init__(
         self,
-        weights: Sequence[Tensor] | Sequence[BlockWeight],
+        weights: Sequence[Tensor] | Sequence[BlockWeight | Int8Weight],
         bias: Tensor | None = None,
         fusion: Fusion = PRODUCT_ONLY,
         *,
@@ -448,7 +449,7 @@ class NativeLinear:
         rotated: bool = True,
         packed: Tensor | None = None,
     ) -> None:
-        """`weights`: [out_i, in] bfloat16 each, or in blocks; their outputs are concatenated.
+        """`weights`: [out_i, in] bfloat16 each, in blocks, or in int8; outputs are concatenated.
 
         `bits`: a weight in bfloat16 is held in 16 or 8 bits. `rotated`: whether 8 bits are those
         of rotated rows; not for weights that were calibrated for one scale a row. `packed`: the
@@ -466,6 +467,8 @@ class NativeLinear:
         self.dtype = torch.bfloat16
         self.out_dtype = torch.float32 if fusion.float_out else torch.bfloat16
         blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
+        if isinstance(weights[0], Int8Weight):
+            bits, rotated = 8, False
         kinds = panel_kinds(blocks, gated=gate > 0) if blocks else []
         if kinds is None:
             raise ValueError(f"one panel cannot hold {', '.join(each.kind for each in blocks)}")
@@ -494,7 +497,7 @@ class NativeLinear:
             column += part.shape[0]
         self._apply = library.infer_linear
 
-    def _pack(self, part: Tensor | BlockWeight, column: int) -> None:
+    def _pack(self, part: Tensor | BlockWeight | Int8Weight, column: int) -> None:
         """Write one of the weights as the outputs from `column` on."""
         library, threads = loader.loaded(), num_threads()
         if isinstance(part, BlockWeight):
@@ -513,6 +516,15 @@ class NativeLinear:
                 # Pages of the file, which would count as this process's memory. They can be read
                 # again at any time.
                 loader.advise_range(address, len(rows) * stride, mmap.MADV_DONTNEED)
+            return
+        if isinstance(part, Int8Weight):
+            assert part.rows is not None
+            assert part.scales is not None
+            codes, scales = part.rows.contiguous(), part.scales.contiguous()
+            assert (codes.dtype, scales.dtype) == (torch.int8, torch.float32)
+            library.infer_linear_pack_int8(
+                *(self.handle, codes.data_ptr(), scales.data_ptr(), *codes.shape, column), threads
+            )
             return
         assert (part.dtype, part.shape[1]) == (torch.bfloat16, self.in_features)
         source = part if part.stride(1) == 1 else part.contiguous()
@@ -581,22 +593,14 @@ class BlockEmbedding:
 class PlannedBlocks(_Composed):
     """The shape of a layer in blocks before the file is read, for plans of memory."""
 
-    def __init__(self, weights: Sequence[BlockWeight], fusion: Fusion = PRODUCT_ONLY) -> None:
+    def __init__(
+        self,
+        weights: Sequence[BlockWeight | Int8Weight],
+        fusion: Fusion = PRODUCT_ONLY,
+    ) -> None:
         rows, width = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
         meta = torch.empty((rows, width), dtype=torch.bfloat16, device="meta")
         super().__init__(meta, None, fusion)
-
-
-def held_bytes(layers: Iterable[Linear], head: Linear, quantization: str | None) -> int:
-    """The size in bytes of all weights of `layers` in memory; `head` is one of the layers."""
-    ways = {False: quantization, True: of_head(quantization)}
-    return int(
-        sum(
-            each.num_weights
-            * weight_bytes(ways[each is head], each.dtype.itemsize, each.in_features)
-            for each in layers
-        )
-    )
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -634,7 +638,7 @@ def _numbers(weight: BlockWeight) -> Tensor:
 
 
 def make_linear(
-    weight: Tensor | BlockWeight | Sequence[Tensor] | Sequence[BlockWeight],
+    weight: Tensor | BlockWeight | Sequence[Tensor] | Sequence[BlockWeight | Int8Weight],
     bias: Tensor | None = None,
     fusion: Fusion = PRODUCT_ONLY,
     *,
@@ -646,13 +650,14 @@ def make_linear(
     `quantization`: int8 or int4; None: the weight keeps its dtype. `batch_invariant`: on a GPU only
     kernels are used that can compute a row the same way for every number of rows.
     """
-    several = [weight] if isinstance(weight, (Tensor, BlockWeight)) else list(weight)
-    blocks = [part for part in several if isinstance(part, BlockWeight)]
+    several: Sequence[Tensor | BlockWeight | Int8Weight]
+    several = [weight] if isinstance(weight, (Tensor, BlockWeight)) else weight
+    kept = [part for part in several if not isinstance(part, Tensor)]
     parts = [part for part in several if isinstance(part, Tensor)]
-    if blocks and blocks[0].rows is None:
-        return PlannedBlocks(blocks, fusion)
-    if blocks:
-        return NativeLinear(blocks, bias, fusion)
+    if kept and kept[0].rows is None:
+        return PlannedBlocks(kept, fusion)
+    if kept:
+        return NativeLinear(kept, bias, fusion)
     is_narrow = parts[0].dtype == torch.bfloat16
     if quantization == "int4" and parts[0].is_cpu:
         parts_in_blocks = [fitted(part.bfloat16()) for part in parts]

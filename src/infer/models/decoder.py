@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infer.kernels.blocks import BlockWeight
 from infer.kernels.layer_stack import LayerParts, attends_through, stack_layers
 from infer.kernels.linear import (
     PRODUCT_ONLY,
@@ -40,7 +39,7 @@ from infer.models.layer_forms import GATES, NormForm
 from infer.models.model import Attend
 from infer.models.model_config import LayerConfig, ModelConfig
 from infer.models.rope import RopeTables
-from infer.models.weights import WeightSource
+from infer.models.weights import HeldWeights, WeightSource
 
 AnyNorm = Norm | LayerNorm
 """A norm of either form."""
@@ -345,7 +344,7 @@ def output_head(
         if isinstance(embedding, BlockEmbedding) and bias is None:
             return embedding.tied_head(fusion)
         assert isinstance(embedding, Tensor), "no family has a tied head with a bias"
-        weights: Sequence[Tensor] | Sequence[BlockWeight] = [embedding]
+        weights: Sequence[Tensor] | HeldWeights = [embedding]
     else:
         weights = source.take_linear({"lm_head.weight": (config.vocab_size, config.hidden_size)})
     return make_linear(

@@ -23,6 +23,7 @@ from infer.files import reading
 from infer.models.gguf_names import SPLIT_NAME, gguf_models, listed, names_of, select_gguf
 from infer.models.model_config import load_json
 from infer.models.package import find_package
+from infer.models.quantized_config import read_quantization, with_quantization_file
 from infer.readable_text import readable
 
 SHIPPED_FOLDER = Path(__file__).resolve().parent.parent / "demo_model"
@@ -115,6 +116,8 @@ class CachedCheckpoint:
     """Size of its files on disk, in bytes."""
     unreadable: str = ""
     """Why its config cannot be read."""
+    quantization: str = ""
+    """How its weights are quantised, or why that is not supported; "" if they are not."""
 
 
 def cached_checkpoints() -> list[CachedCheckpoint]:
@@ -169,13 +172,17 @@ def _cached(name: str, config: Path, num_bytes: int) -> CachedCheckpoint:
     """What a repository holds. Anybody may have written it, so what is wrong with it is told."""
     try:
         with reading("config.json"):
-            names = load_json(config).get("architectures") or ["unknown"]
+            raw = with_quantization_file(config.parent, load_json(config))
+            problems: list[str] = []
+            quantization = read_quantization(raw, problems)
+            names = raw.get("architectures") or ["unknown"]
     except LoadError as error:
         return CachedCheckpoint(name, "", num_bytes, str(error))
     if not isinstance(names, list) or not isinstance(names[0], str):
         found = f"architectures must be a list of names, not {names!r:.80}"
         return CachedCheckpoint(name, "", num_bytes, f"{config}: {found}")
-    return CachedCheckpoint(name, names[0], num_bytes)
+    shown = "; ".join(problems) or str(quantization or "")
+    return CachedCheckpoint(name, names[0], num_bytes, quantization=shown)
 
 
 def _download_gguf(hub_id: str, wanted: str, revision: str | None) -> Path:

@@ -18,6 +18,7 @@ from typing import Any, TypedDict
 from infer.errors import LoadError
 from infer.files import MAX_CONFIG_BYTES, parse_json, read_text
 from infer.models.layer_forms import LayerForm, TensorLayout
+from infer.models.quantization import Quantization
 
 MAX_SIZE = 2**31 - 1
 """Maximum of any size in a config; no model has a larger one."""
@@ -217,6 +218,8 @@ class ModelConfig:
     """Whether embeddings are normalised."""
     positions_offset: int | None = None
     """Row of position 0 in a table of learned positions; None: there is no table."""
+    quantization: Quantization | None = None
+    """How the files store the weights of linear layers; None: in floating point."""
 
     def for_context(self, max_seq_len: int) -> ModelConfig:
         """The config of a model with a context of `max_seq_len` tokens."""

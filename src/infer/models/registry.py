@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from infer.errors import LoadError
 from infer.models import families, older_families
 from infer.models.model_config import ConfigReader, ModelConfig, load_json
+from infer.models.quantized_config import read_quantization, with_quantization_file
 
 
 @dataclass(frozen=True)
@@ -255,7 +256,7 @@ def find_architecture(name: str) -> Architecture:
 def read_model_config(folder: Path) -> ModelConfig:
     """The config of the checkpoint in `folder`; `LoadError` lists everything unsupported in it."""
     path = folder / "config.json"
-    return parse_model_config(load_json(path), str(path))
+    return parse_model_config(with_quantization_file(folder, load_json(path)), str(path))
 
 
 def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
@@ -274,8 +275,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     name = next((each for each in ARCHITECTURES if each.lower() == name.lower()), name)
     row = find_architecture(name)
     reader = ConfigReader(raw, where)
-    if raw.get("quantization_config"):
-        reader.problems.append("quantization_config: quantised checkpoints are not supported")
+    quantization = read_quantization(raw, reader.problems)
     config = row.read(name, reader)
     reader.finish()
-    return config
+    return config if quantization is None else replace(config, quantization=quantization)

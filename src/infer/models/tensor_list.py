@@ -52,6 +52,8 @@ def tensors_of(config: ModelConfig) -> TensorList:
     others: dict[str, Shape] = {}
     if (offset := config.positions_offset) is not None:
         others["embed_positions.weight"] = (config.max_seq_len + offset, hidden)
+    if config.embedding_norm:
+        others |= _norm(config.layer(0), "embed_norm")
     products: list[Product] = []
     for layer in config.layers():
         products += _products(layer)

@@ -15,7 +15,7 @@ import os
 import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from infer.errors import LoadError
 from infer.files import MAX_INDEX_BYTES
 from infer.kernels.blocks import BlockWeight
+from infer.kernels.int8_weight import Int8Weight
 from infer.kernels.loader import advise
 from infer.models.model_config import load_json
 from infer.readable_text import listing
@@ -42,10 +43,14 @@ _SHARD = re.compile(r"(.+-)\d{5}-of-(\d{5})\.safetensors")
 INDEX_FILE = "model.safetensors.index.json"
 """Name of the file that maps tensor names to files, in a checkpoint of several files."""
 _PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt")
-BlockReader = Callable[[Mapping[str, tuple[int, int]], bool], list[BlockWeight] | None]
+HeldWeights = Sequence[BlockWeight | Int8Weight]
+"""The weights of a linear layer in a form that is kept as it is."""
+BlockReader = Callable[[Mapping[str, tuple[int, int]], bool], HeldWeights | None]
 """(name and shape [out, in] of each weight of a linear layer, whether it has a gate) → its weights
-in blocks; None: they are not in blocks, or not in such as go together."""
+in blocks, or in int8; None: they are not, or not in such as go together."""
 
+_RECENT = 4
+"""Number of tensors whose mapped pages stay in memory."""
 _FLOATS = tuple(f"torch.{name}" for name in ("float32", "float16", "bfloat16", "float64"))
 
 
@@ -76,11 +81,13 @@ class Rows:
 
         return stored.index_select(0, torch.from_numpy(self.order).to(stored.device))
 
-    def of_blocks(self, stored: BlockWeight) -> BlockWeight:
-        """The same rows of a stored matrix in blocks."""
+    def of_blocks(self, stored: BlockWeight | Int8Weight) -> Any:
+        """The same rows of a stored matrix in blocks or in int8, in the same form."""
         if self.order is None:
             return stored
         order = self.order
+        if isinstance(stored, Int8Weight):
+            return stored.reordered(order)
         whole = range(stored.shape[0])
         num_rows = len(whole[order] if isinstance(order, slice) else order)
         rows = None if stored.rows is None else stored.rows[order]
@@ -102,11 +109,13 @@ class WeightSource:
         quantization: str | None = None,
         batch_invariant: bool = False,
         blocks: BlockReader | None = None,
+        finished: Callable[[WeightSource], None] | None = None,
     ) -> None:
         """A source of the tensors `names`, converted to `dtype` on `device`.
 
         `read(name, shape)` returns a tensor. `complete`: tensors outside `names` do not exist.
-        `stored(name)` returns a meta tensor of the shape that the file announces.
+        `stored(name)` returns a meta tensor of the shape that the file announces. `finished` is
+        called when every tensor has been read.
         """
         self.dtype = dtype
         self.device = device
@@ -121,6 +130,7 @@ class WeightSource:
         self._complete = complete
         self._read = read
         self._stored = stored
+        self._finished = finished
         self._missing: list[str] = []
         self._misshapen: list[str] = []
 
@@ -145,6 +155,7 @@ class WeightSource:
             quantization=quantization,
             batch_invariant=batch_invariant,
             blocks=blocks,
+            finished=self._finished,
         )
 
     def noted(self, note: Callable[[str, Tensor], None]) -> WeightSource:
@@ -158,9 +169,7 @@ class WeightSource:
             note(name, tensor)
             return tensor
 
-        def read_blocks(
-            parts: Mapping[str, tuple[int, int]], gated: bool
-        ) -> list[BlockWeight] | None:
+        def read_blocks(parts: Mapping[str, tuple[int, int]], gated: bool) -> HeldWeights | None:
             found = None if self._blocks is None else self._blocks(parts, gated)
             for name, weight in zip(parts, found or (), strict=False):
                 note(name, weight.content())
@@ -176,6 +185,7 @@ class WeightSource:
             quantization=self.quantization,
             batch_invariant=self.batch_invariant,
             blocks=None if self._blocks is None else read_blocks,
+            finished=self._finished,
         )
 
     def rehearsal(self) -> WeightSource | None:
@@ -240,7 +250,7 @@ class WeightSource:
 
     def take_linear(
         self, parts: Mapping[str, tuple[int, int]], *, gated: bool = False
-    ) -> list[Tensor] | list[BlockWeight]:
+    ) -> Sequence[Tensor] | HeldWeights:
         """The weights of one linear layer, by name and shape [out, in].
 
         `gated`: the layer has a gate.
@@ -250,8 +260,8 @@ class WeightSource:
 
     def _in_blocks(
         self, parts: Mapping[str, tuple[int, int]], *, gated: bool = False
-    ) -> list[BlockWeight] | None:
-        """The weights in blocks; None if they are not."""
+    ) -> HeldWeights | None:
+        """The weights in blocks or int8; None if they are not."""
         if self._blocks is None:
             return None
         arranged = {name: self._rows(name) for name in parts}
@@ -273,7 +283,9 @@ class WeightSource:
         from infer.kernels.linear import BlockEmbedding
 
         found = self._in_blocks({name: shape})
-        return BlockEmbedding(found[0]) if found else self.keep(name, shape)
+        if found and isinstance(found[0], BlockWeight):
+            return BlockEmbedding(found[0])
+        return self.keep(name, shape)
 
     def keep(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Like `take`, for a tensor that the model keeps: never in the file's mapped memory."""
@@ -304,6 +316,8 @@ class WeightSource:
             raise LoadError(
                 "the checkpoint does not fit the model: " + "; ".join(filter(None, problems))
             )
+        if self._finished is not None:
+            self._finished(self)
 
 
 def _listed(what: str, names: list[str]) -> str:
@@ -312,46 +326,63 @@ def _listed(what: str, names: list[str]) -> str:
     return f"{len(names)} {what}: {listing(names)}"
 
 
+class TensorFiles:
+    """The tensors in the safetensors files of a folder, by their usual names."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises `LoadError` if the folder has no such files."""
+        found = _files_of_names(folder)
+        self._folder = folder
+        self._stored_names = _stored_names(found)
+        self._files = {name: found[stored] for name, stored in self._stored_names.items()}
+        self._opened: dict[str, Any] = {}
+        # The weights of a fused layer are read one after the other and then used together. So the
+        # pages of the last tensors stay in memory.
+        self._recent: deque[Tensor] = deque()
+        # Old checkpoints store RoPE's frequencies as a buffer. They follow from the config.
+        self.names = {name for name in self._files if not name.endswith("rotary_emb.inv_freq")}
+
+    def path(self, name: str) -> Path:
+        """The file that has a tensor."""
+        return self._folder / self._files[name]
+
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """What the file announces of a tensor: dtype, such as BF16, and shape."""
+        part = self._use(name, lambda file, stored: file.get_slice(stored))
+        return str(part.get_dtype()), tuple(part.get_shape())
+
+    def read(self, name: str) -> Tensor:
+        """A tensor in the file's mapped memory."""
+        if len(self._recent) >= _RECENT:
+            _release_pages(self._recent.popleft())
+        tensor: Tensor = self._use(name, lambda file, stored: file.get_tensor(stored))
+        self._recent.append(tensor)
+        return tensor
+
+    def _use(self, name: str, use: Callable[[Any, str], Any]) -> Any:
+        path = self._files[name]
+        if path not in self._opened:
+            self._opened[path] = _open(self.path(name))
+        try:
+            return use(self._opened[path], self._stored_names[name])
+        except SafetensorError as error:
+            raise LoadError(f"{self.path(name)}: cannot read {name} ({error})") from None
+
+
 def open_checkpoint(folder: Path, dtype: torch.dtype, device: torch.device) -> WeightSource:
     """A source of the tensors in the safetensors files of `folder`; `LoadError` if it has none."""
-    found = _files_of_names(folder)
-    stored_names = _stored_names(found)
-    files = {name: found[stored_name] for name, stored_name in stored_names.items()}
-    opened: dict[str, Any] = {}
-    # The weights of a fused layer are read one after the other and then used together. So the
-    # pages of the last four tensors stay in memory.
-    recent: deque[Tensor] = deque()
-
-    def file_of(name: str) -> Any:
-        file = files[name]
-        if file not in opened:
-            opened[file] = _open(folder / file)
-        return opened[file]
+    files = TensorFiles(folder)
 
     def stored(name: str) -> Tensor:
         import torch
 
-        try:
-            part = file_of(name).get_slice(stored_names[name])
-        except SafetensorError as error:
-            raise LoadError(f"{folder / files[name]}: cannot read {name} ({error})") from None
         # `take` checks the dtype when the values are read; here only the shape matters.
-        return torch.empty(part.get_shape(), dtype=torch.bfloat16, device="meta")
+        return torch.empty(files.header(name)[1], dtype=torch.bfloat16, device="meta")
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        file = files[name]
-        if len(recent) >= 4:
-            _release_pages(recent.popleft())
-        try:
-            tensor: Tensor = file_of(name).get_tensor(stored_names[name])
-        except SafetensorError as error:
-            raise LoadError(f"{folder / file}: cannot read {name} ({error})") from None
-        recent.append(tensor)
-        return tensor
+        return files.read(name)
 
-    # Old checkpoints store RoPE's frequencies as a buffer. They follow from the config.
-    names = {name for name in files if not name.endswith("rotary_emb.inv_freq")}
-    return WeightSource(names, read, dtype=dtype, device=device, stored=stored)
+    return WeightSource(files.names, read, dtype=dtype, device=device, stored=stored)
 
 
 _WRAPPERS = ("module.", "_orig_mod.", "base_model.model.", "language_model.")

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from infer.engine.build.processors import Cpu
+    from infer.models.quantized_source import QuantizedFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Checkpoint:
     source: Callable[[torch.dtype, torch.device], WeightSource]
     """opens the weights, as tensors of a dtype on a device"""
     blocks: CheckpointBlocks | None = None
-    """the blocks of a GGUF file with quantised weights; else None"""
+    """the forms in which quantised weights are kept; None: there are none"""
     verify: Callable[[], None] = lambda: None
     """reads the weights' files and raises `LoadError` if one has another checksum than is listed"""
 
@@ -100,13 +101,28 @@ def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
         )
     # With random weights any tokenizer will do, so a folder without one gets the shipped one.
     borrows = dummy and not (path / "tokenizer.json").is_file()
+    config = read_model_config(path)
+    quantized = None
+    if config.quantization is not None and not dummy:
+        from infer.models.quantized_source import QuantizedFiles  # this imports torch
+
+        quantized = QuantizedFiles(path, config, config.quantization)
+    opened = functools.partial(open_checkpoint, path)
+    source = opened if quantized is None else quantized.source
     return Checkpoint(
         name,
-        read_model_config(path),
+        config,
         text=lambda: read_text_files(SHIPPED_FOLDER if borrows else path),
         defaults=lambda: read_defaults(path),
-        source=dummy_source if dummy else lambda *where: open_checkpoint(path, *where),
+        source=dummy_source if dummy else source,
+        blocks=_quantized_blocks(quantized),
     )
+
+
+def _quantized_blocks(files: QuantizedFiles | None) -> CheckpointBlocks | None:
+    if files is None or not files.kinds:
+        return None
+    return CheckpointBlocks(files.kinds, files.block_reader(), files.block_reader(planned=True))
 
 
 @contextlib.contextmanager

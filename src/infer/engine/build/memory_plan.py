@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,8 @@ from infer.engine.build.hardware import (
 from infer.engine.build.processors import Cpu
 from infer.engine.build.server_memory import ProcessNeed, ServerMemory
 from infer.errors import ConfigError
-from infer.kernels.blocks import IN_BYTES, BlockWeight, packed_bytes, panel_kinds
+from infer.kernels.blocks import IN_BYTES, BlockWeight
+from infer.kernels.int8_weight import kept_bytes
 from infer.kernels.loader import HUGE_PAGE, STRIP, cell_bytes
 from infer.kernels.native import (
     BFLOAT16_SETS,
@@ -41,7 +42,7 @@ from infer.main_memory import gib
 from infer.models.arrangement import stored_rows
 from infer.models.model_config import ModelConfig
 from infer.models.tensor_list import tensors_of
-from infer.models.weights import BlockReader
+from infer.models.weights import BlockReader, HeldWeights
 
 if TYPE_CHECKING:
     import torch
@@ -247,14 +248,13 @@ def make_plan(
     activations = activation_bytes(model, dtype, tokens=batched, rows=min(seats, batched))
     page_size = page_size_for(config, model)
     cache_dtype = choose_cache_dtype(config, model, dtype, device, page_size)
-    token_bytes = _kv_bytes_per_token(model, cache_dtype)
     drafts = draft and _draft_plan(config, *draft, device, rows=seats)
     if drafts:
         activations = max(activations, drafts.activation_bytes)
     left = server.free - server.process_bytes - weights.num_bytes - activations
     left -= drafts.weight_bytes if drafts else 0
     draft_token_bytes = drafts.kv_bytes_per_token if drafts else 0
-    page = page_size, token_bytes
+    page = page_size, _kv_bytes_per_token(model, cache_dtype)
     budget = _cache_budget(config, left, server.kept_beside, page, draft_token_bytes)
     cache = _CacheSize(config, page=page, model_max=model.max_seq_len, seats=seats, budget=budget)
     drafts = drafts and drafts.beside(cache)
@@ -542,7 +542,7 @@ def count_weights(
         if not found:
             return None
         kinds.update(_kinds_of(found))
-        return packed_bytes(panel_kinds(found, gated=gated) or (), found[0].shape[1])
+        return kept_bytes(found, gated=gated)
 
     name, shape = tensors.embedding
     count = math.prod(shape) + sum(map(math.prod, tensors.others.values()))
@@ -560,10 +560,13 @@ def count_weights(
     return WeightCount(count, int(num_bytes), kinds)
 
 
-def _kinds_of(weights: Sequence[BlockWeight]) -> Counter[tuple[str, str]]:
+def _kinds_of(weights: HeldWeights) -> Counter[tuple[str, str]]:
     found: Counter[tuple[str, str]] = Counter()
     for weight in weights:
-        found[weight.kind, weight.stored or weight.kind] += weight.num_weights
+        if isinstance(weight, BlockWeight):
+            found[weight.kind, weight.stored or weight.kind] += weight.num_weights
+        else:
+            found["int8", "int8"] += weight.num_weights
     return found
 
 
