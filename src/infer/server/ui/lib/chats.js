@@ -26,6 +26,8 @@ class Chats extends EventTarget {
     this._busy = new Map();
     /** What is typed and not sent, by conversation. @type {Map<string, {text: string, files: TextFile[]}>} */
     this.drafts = new Map();
+    /** The latest traces of answers that have ended, with their time. @type {Array<[any, number]>} */
+    this.traces = [];
     /** Why the last message of a conversation was not taken. @type {Map<string, ApiError>} */
     this.errors = new Map();
     this.isLoaded = false;
@@ -338,6 +340,7 @@ class Chats extends EventTarget {
       trace = await read();
     }
     if (!trace) return;
+    this.traces = [...this.traces.slice(-19), [trace, figures.startedAt]];
     if (trace.first_token_ms && trace.total_ms) figures.decodeMs = trace.total_ms - trace.first_token_ms;
     if (trace.restarts) figures.restarts = trace.restarts;
     await this._write(null, [message]);

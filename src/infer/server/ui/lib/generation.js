@@ -8,6 +8,9 @@ import { parsed } from "./request.js";
 /** Milliseconds between two writes of an unfinished answer. */
 const SAVE_MS = 2000;
 
+/** Ids of the requests that this page has made. @type {Set<string>} */
+export const made = new Set();
+
 export class Generation extends EventTarget {
   /** Events: `begin` (the server has taken the request), `piece`, `end`.
    * @param {Message} message the answer, which is filled
@@ -108,6 +111,7 @@ export class Generation extends EventTarget {
     const { message } = this;
     const figures = /** @type {NonNullable<Message["figures"]>} */ (message.figures);
     figures.requestId ||= chunk.id ?? "";
+    made.add(figures.requestId);
     const ids = chunk.prompt_token_ids ?? chunk.choices?.[0]?.prompt_token_ids;
     if (ids && !this.numGiven) message.promptIds = ids;
     if (chunk.usage) {

@@ -49,7 +49,7 @@ class ChatComposer extends PageElement {
 
   render() {
     const { draft, isBusy } = this;
-    return html`<div class="composer ${this.dragging ? "dragging" : ""}" @dragover=${this._over}
+    return html`<seat-strip></seat-strip><div class="composer ${this.dragging ? "dragging" : ""}" @dragover=${this._over}
         @dragleave=${() => { this.dragging = false; }} @drop=${this._drop}>
       ${this._error()}
       ${this.faults.map((fault) => html`<p class="fault small" role="alert">${fault}
@@ -74,6 +74,7 @@ class ChatComposer extends PageElement {
   }
 
   updated() {
+    if (chats.running.size && !customElements.get("seat-strip")) void import("./strip.js");
     const field = /** @type {HTMLTextAreaElement} */ (this.querySelector("textarea"));
     field.style.height = "auto";
     field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight * 0.4)}px`;
@@ -123,6 +124,7 @@ class ChatComposer extends PageElement {
   /** @param {Event} event */
   _typed(event) {
     this.draft.text = /** @type {HTMLTextAreaElement} */ (event.target).value;
+    void import("./strip.js"); // so that it is there when the answer begins
     this.requestUpdate();
     this._measureSoon();
   }
