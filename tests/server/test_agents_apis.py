@@ -43,6 +43,8 @@ def events_of(reply: Reply) -> list[tuple[str, dict[str, Any]]]:
     """Name and data of each event of a stream."""
     found = []
     for text in reply.body.decode("ascii").split("\n\n")[:-1]:
+        if text.startswith(":"):
+            continue  # a comment
         name, data = text.split("\n")
         fields = json.loads(data.removeprefix("data: "))
         assert fields["type"] == name.removeprefix("event: ")

@@ -63,7 +63,9 @@ async def address_of(app: App, path: str) -> str:
     if "/sessions/" in path:
         found = (await app.post("/v1/sessions", {})).json()["id"]
     else:
-        found = (await app.post("/v1/completions", completion_body(max_tokens=1))).json()["id"]
+        body = completion_body(max_tokens=1, stream=True)
+        made = await app.post("/v1/completions", body, headers={"x-keep-answer": "true"})
+        found = made.headers["x-request-id"]
     return path.replace("{name}", "hash-model").replace("{id}", found)
 
 

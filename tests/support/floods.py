@@ -101,6 +101,18 @@ class Clients:
     async def post(self, key: str, path: str, body: Any) -> int:
         return (await self._app.post(path, body, headers=self._headers[key])).status
 
+    async def keep(self, key: str) -> tuple[int, str]:
+        """Let an answer be kept; (status, name of the request)."""
+        headers = {**self._headers[key], "x-keep-answer": "true"}
+        body = completion_body(stream=True, max_tokens=60, stream_format="events")
+        reply = await self._app.post(COMPLETIONS, body, headers=headers)
+        return reply.status, reply.headers["x-request-id"]
+
+    async def is_kept(self, key: str, name: str) -> bool:
+        """Whether it still is."""
+        reply = await self._app.get(f"/v1/requests/{name}/events", **self._headers[key])
+        return reply.status == 200
+
     async def num_listed(self, key: str) -> int:
         reply = await self._app.get("/v1/requests", **self._headers[key])
         return len(reply.json()["data"])
@@ -342,6 +354,28 @@ async def traces(folder: Path) -> AsyncIterator[Flood]:
         yield Flood(use, 30, 30, turns=30, check=check)  # it is looked at what is kept
 
 
+@asynccontextmanager
+async def kept_answers(folder: Path) -> AsyncIterator[Flood]:
+    limits = ServerLimits(max_kept_bytes=300_000, max_kept_bytes_of_key=90_000)
+    async with clients(folder, {}, {}, limits=limits) as keys:
+        made: dict[str, list[str]] = {}
+
+        async def use(key: str) -> int:
+            status, name = await keys.keep(key)
+            made.setdefault(key, []).append(name)
+            return status
+
+        async def check() -> None:
+            for key in "bc":
+                assert [await keys.is_kept(key, name) for name in made[key]] == [True, True]
+            kept = [await keys.is_kept("a", name) for name in made["a"]]
+            assert 0 < sum(kept) < len(kept)
+
+        for key in "bc":
+            assert await use(key) == 200
+        yield Flood(use, 30, 30, turns=30, check=check)  # it is looked at what is kept
+
+
 FLOODS: Mapping[str, Callable[[Path], AbstractAsyncContextManager[Flood]]] = {
     "open requests": open_requests,
     "requests and tokens a minute": requests_a_minute,
@@ -357,4 +391,5 @@ FLOODS: Mapping[str, Callable[[Path], AbstractAsyncContextManager[Flood]]] = {
     "comparisons of the modes": comparisons,
     "questions to other fronts": questions,
     "traces of requests that have ended": traces,
+    "answers that are kept": kept_answers,
 }

@@ -96,7 +96,8 @@ class Reply:
 
     def events(self) -> list[Any]:
         """The chunks of a stream that ended without an error; their form is checked."""
-        *events, done = self.body.decode("ascii").split("\n\n")[:-1]
+        found = self.body.decode("ascii").split("\n\n")[:-1]
+        *events, done = [event for event in found if not event.startswith(":")]
         assert done == "data: [DONE]"
         return [json.loads(event.removeprefix("data: ")) for event in events]
 

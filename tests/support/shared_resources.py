@@ -241,7 +241,10 @@ LIMITED = (
             *_at("server/app.py", "create_app.views:FrontQueries"),
             *_at("cluster/front_relay.py", "_Known.questions:Queue"),
         ),
-        refused_at=_at("server/fronts.py", "FrontQueries._ask_in_turn:OverloadedError"),
+        refused_at=(
+            *_at("server/fronts.py", "FrontQueries._ask_in_turn:OverloadedError"),
+            *_at("server/distant_reader.py", "piece_of:HttpError"),
+        ),
         limits=(KeyLimit("server.fronts:MAX_QUESTIONS_OF_KEY", 4),),
         status=503,
         why="Further ones wait for half a second; the first of a key needs no place of all.",
@@ -254,6 +257,22 @@ LIMITED = (
         ),
         limits=(_server_limit("max_traces_of_owner", 256),),
         why="The oldest of the key is forgotten.",
+    ),
+    SharedResource(
+        name="answers that are kept",
+        made_at=(
+            *_at("server/app.py", "create_app.kept:KeptAnswers"),
+            *_at(
+                "server/kept_answers.py",
+                "KeptAnswers.begin.own:_Owned",
+                "_Owned.__init__.ended:OrderedDict",
+            ),
+        ),
+        limits=(
+            _server_limit("max_kept_bytes_of_key", 16 * 1024 * 1024),
+            KeyLimit("server.tenancy.reader_places:MAX_READERS_OF_KEY", 64),
+        ),
+        why="The oldest of the key that have ended are forgotten; the first reader gives way.",
     ),
 )
 """resources of which each key may have a part"""

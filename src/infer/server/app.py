@@ -23,6 +23,7 @@ from infer.server.http.context import RequestContext
 from infer.server.http.cross_origin import AllowedOrigins
 from infer.server.http.error_responses import RequestBoundary, error_handlers, pass_on
 from infer.server.http.hosts import HostGuard
+from infer.server.kept_answers import KeptAnswers
 from infer.server.model_endpoints import ModelEndpoints
 from infer.server.observe.logs import log_batch, log_request
 from infer.server.observe.metrics import Metrics
@@ -98,11 +99,13 @@ def create_app(
     traces = _traces(engine, settings)
     usage = Path(f"{settings.api_keys}.usage") if settings.api_keys else None
     metrics = Metrics(engine, traces, settings.metrics_prefix, usage, settings.limits)
-    served = ServedEngine(engine, traces, metrics, EngineViewers(engine, traces))
+    kept = KeptAnswers(settings.keep_answers_s, settings.limits)
+    served = ServedEngine(engine, traces, metrics, EngineViewers(engine, traces), kept)
     sessions = _sessions(settings, offload, has_leases=fronts is not None)
     bodies = BodyReader(offload, engine.model_name)
     prefixes = PublicPrefixes(settings.public_prefixes, engine)
-    pipeline = GenerationPipeline(engine, offload, bodies, traces, prefixes, sessions, settings)
+    shared = (engine, offload, bodies, traces, prefixes, sessions, kept, settings)
+    pipeline = GenerationPipeline(*shared)
     views = OneServer(served) if fronts is None else FrontQueries(served, fronts)
     limits = fronts.limits if fronts is not None and settings.api_keys is not None else None
 
@@ -118,6 +121,7 @@ def create_app(
                 await limits.close()
             await engine.close()
             metrics.save()
+            kept.close()
             await sessions.close()
             offload.close()
 

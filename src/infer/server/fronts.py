@@ -22,9 +22,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from infer.errors import OverloadedError
+from infer.server.distant_reader import DistantReader, piece_of, told
 from infer.server.http.connections import connections_of
 from infer.server.http.context import bare_id
 from infer.server.http.error_responses import HttpError
+from infer.server.kept_answers import KeptPiece, Reader
 from infer.server.observe.metrics import text_of
 from infer.server.observe.request_trace import (
     RequestNotFoundError,
@@ -51,7 +53,7 @@ MAX_LISTED_OF_FRONT = 256
 class FrontQuestion(msgspec.Struct, array_like=True, frozen=True):
     """What a front asks others."""
 
-    kind: Literal["requests", "request", "cancel", "named", "stats", "metrics"]
+    kind: Literal["requests", "request", "cancel", "events", "named", "stats", "metrics"]
     """`named`: the requests that a client's `x-request-id` may mean"""
     tag: str = ""
     """tag of the front that is asked; empty = all"""
@@ -59,6 +61,10 @@ class FrontQuestion(msgspec.Struct, array_like=True, frozen=True):
     """id of a request; for `named` that of the client"""
     visible_to: str | None = None
     """id of the key whose requests the caller may see; None = those of all keys"""
+    after: int = 0
+    """for `events`: number of the last event that is known"""
+    num_passed: int = 0
+    """for `events`: see `KeptPiece.num_passed`"""
 
 
 class FrontAnswer(msgspec.Struct, array_like=True, frozen=True):
@@ -72,7 +78,7 @@ class FrontAnswer(msgspec.Struct, array_like=True, frozen=True):
     """for `metrics`"""
 
 
-OfOne = Literal["request", "cancel"]
+OfOne = Literal["request", "cancel", "events"]
 _MADE_HERE = re.compile(r"(?:[a-z]+[-_])?[0-9a-f]{32}")
 """form of the ids that fronts make"""
 _encode = msgspec.msgpack.Encoder().encode
@@ -116,6 +122,7 @@ class FrontEndpoints:
         self._tag = tag
         self._traces = served.traces
         self._metrics = served.metrics
+        self._kept = served.kept
 
     def __call__(self, question: bytes) -> bytes:
         """The answer of this front, both in msgpack. Runs on its event loop. Raises
@@ -139,6 +146,10 @@ class FrontEndpoints:
         if not found or asked.name not in (found[0].id, found[0].context.id):
             return FrontAnswer()
         (trace,) = found
+        if asked.kind == "events":
+            return FrontAnswer(
+                True, told(self._kept, trace.context.id, asked.after, asked.num_passed)
+            )
         if asked.kind == "request":
             return FrontAnswer(True, view(trace))
         return FrontAnswer(True, cancel_answer(trace, self._traces.cancel(trace)))
@@ -201,12 +212,26 @@ class FrontQueries(OneServer):
         return {"object": "list", "data": data, "missing_fronts": missing}
 
     async def request(self, http: HttpRequest) -> dict[str, Any]:
-        return await self._of_one("request", http)
+        fields: dict[str, Any] = await self._of_one("request", http)
+        return fields
 
     async def cancel(self, http: HttpRequest) -> dict[str, Any]:
-        return await self._of_one("cancel", http)
+        fields: dict[str, Any] = await self._of_one("cancel", http)
+        return fields
 
-    async def _of_one(self, kind: OfOne, http: HttpRequest) -> dict[str, Any]:
+    async def kept_reader(self, http: HttpRequest, after: int) -> Reader:
+        seen = visible_to(http)
+        name = (await self._of_one("request", http))["id"]
+        if bare_id(name).startswith(self._fronts.tag):
+            return self._own.kept.read(bare_id(name), after)
+
+        async def more(read: KeptPiece) -> KeptPiece:
+            which = {"after": read.last, "num_passed": read.num_passed}
+            return piece_of(await self._one("events", name, seen, **which))
+
+        return DistantReader(await more(KeptPiece(b"", after)), more)
+
+    async def _of_one(self, kind: OfOne, http: HttpRequest) -> Any:
         """Raises `HttpError`: 404 if no front has the request, 409 if it is the client's name of
         several that run, 503 if its front does not answer."""
         name, seen = http.path_params["id"], visible_to(http)
@@ -230,9 +255,9 @@ class FrontQueries(OneServer):
             raise _silent(f"{missing[0]}, which may have this request,")
         raise RequestNotFoundError
 
-    async def _one(self, kind: OfOne, name: str, seen: str | None) -> dict[str, Any]:
+    async def _one(self, kind: OfOne, name: str, seen: str | None, **which: int) -> Any:
         tag = bare_id(name)[: len(self._fronts.tag)]
-        asked = FrontQuestion(kind, tag, name, seen)
+        asked = FrontQuestion(kind, tag, name, seen, **which)
         if tag == self._fronts.tag:
             return _found(self.own.answer(asked))
         answers, missing = await self._ask(asked)
@@ -266,11 +291,10 @@ def _silent(front: str) -> HttpError:
     return HttpError(503, message, code="front_unavailable", type="server_error")
 
 
-def _found(answer: FrontAnswer) -> dict[str, Any]:
+def _found(answer: FrontAnswer) -> Any:
     if not answer.is_found:
         raise RequestNotFoundError
-    fields: dict[str, Any] = answer.fields
-    return fields
+    return answer.fields
 
 
 def _newest_first(fields: Mapping[str, Any]) -> tuple[bool, float]:

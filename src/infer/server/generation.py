@@ -23,12 +23,14 @@ from infer.engine.client.async_llm import AsyncLLM, RequestStream, Reservation
 from infer.errors import DeadlineError
 from infer.server.body_reader import BodyReader
 from infer.server.http.context import RequestContext
+from infer.server.kept_answers import KeptAnswer, KeptAnswers
 from infer.server.observe.request_trace import RequestTrace, RequestTraces
 from infer.server.offload import Offload
 from infer.server.openai.generating_api import AnswerFormat, B, GeneratingApi, StreamFormat
 from infer.server.openai.large_json import json_response
 from infer.server.openai.openapi import EVENTS, JSON, takes
-from infer.server.openai.streaming import EventStream, all_of, unless_gone
+from infer.server.openai.streaming import EventStream, StreamOfAnswer, all_of, unless_gone
+from infer.server.request_status import RequestStatus, status_of
 from infer.server.sessions.routes import SessionRoutes, SessionTurn
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.limits import Grant, revoked, tenant_of
@@ -50,6 +52,7 @@ class GenerationPipeline:
     traces: RequestTraces
     prefixes: PublicPrefixes
     sessions: SessionRoutes
+    kept: KeptAnswers
     settings: ServerSettings
 
     def route(self, api: GeneratingApi[B]) -> Route:
@@ -99,6 +102,8 @@ class GenerationCall(Generic[B]):
         self._answer_id = f"{api.id_prefix}{self._context.id}"
         self._turn: SessionTurn | None = None
         """the turn of a session that this is, once the body is read"""
+        self._is_kept = False
+        """whether the answer outlives its connection"""
 
     async def respond(self) -> Response:
         """All stages, in order."""
@@ -109,7 +114,7 @@ class GenerationCall(Generic[B]):
             async with self._tenant.acquire(prepared.requests, self._context) as grant:
                 running = self._begin(wire, prepared, places, grant)
         if prepared.events is not None:
-            return self._stream(prepared.events, running)
+            return self._stream(wire, prepared.events, running)
         return await self._whole(prepared.answer, running)
 
     async def _read(self) -> dict[str, Any]:
@@ -122,6 +127,8 @@ class GenerationCall(Generic[B]):
     async def _validate(self, body: dict[str, Any]) -> B:
         """The wire model. Grammars are paid for here, before they are compiled."""
         wire = await self._pipeline.bodies.validate(self._http, self._api.body, body)
+        streams, headers = wire.stream or wire.always_streams, self._http.headers
+        self._is_kept = self._pipeline.kept.wants(headers, streams=streams)
         await self._tenant.charge_chars(wire.num_grammar_chars, self._context)
         return wire
 
@@ -199,10 +206,26 @@ class GenerationCall(Generic[B]):
             running.append(stream)
         return running
 
-    def _stream(self, events: StreamFormat, running: Sequence[RequestStream]) -> Response:
-        keep = self._turn.keep if self._turn else None
-        render = partial(self._pipeline.offload.render, self._http)
-        return EventStream(running, events, render, self._pipeline.settings.keep_alive_s, keep)
+    def _stream(self, wire: B, events: StreamFormat, running: Sequence[RequestStream]) -> Response:
+        pipeline, context = self._pipeline, self._context
+        render = partial(pipeline.offload.render, self._http)
+        kept: KeptAnswer | None = None
+        if self._is_kept:
+            kept = pipeline.kept.begin(context.id, self._tenant.key.id)
+            context.cleanup.callback(kept.end)
+        options = StreamOfAnswer(
+            keep_alive_s=pipeline.settings.keep_alive_s,
+            keep_turn=self._turn.keep if self._turn else None,
+            status=self._status,
+            status_for=self._answer_id if wire.tells_status else "",
+            status_s=pipeline.settings.limits.status_s,
+            kept=kept,
+        )
+        return EventStream(running, events, render, options)
+
+    def _status(self) -> RequestStatus | None:
+        trace = self._pipeline.traces.open_one(self._context.id)
+        return None if trace is None else status_of(trace, self._pipeline.engine)
 
     async def _whole(self, answer: AnswerFormat, running: Sequence[RequestStream]) -> Response:
         works = all_of(stream.output() for stream in running)

@@ -11,18 +11,19 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import EngineDeadError
 from infer.server.http.connections import connections_of
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError
+from infer.server.kept_answers import NUMBER, KeptAnswers, Reader, number_of
 from infer.server.observe.metrics import CONTENT_TYPE, Metrics, text_of
 from infer.server.observe.request_trace import (
     RequestTrace,
@@ -33,9 +34,9 @@ from infer.server.observe.request_trace import (
     view,
 )
 from infer.server.openai.openapi import EVENTS, takes
-from infer.server.openai.streaming import STREAM_HEADERS, unless_gone
+from infer.server.openai.streaming import STREAM_HEADERS, SourceStream
 from infer.server.tenancy.limits import tenant_of
-from infer.server.viewers import EngineViewers, Viewer
+from infer.server.viewers import EngineViewers
 
 Fields = dict[str, Any]
 
@@ -57,6 +58,7 @@ class ServedEngine(NamedTuple):
     traces: RequestTraces
     metrics: Metrics
     viewers: EngineViewers
+    kept: KeptAnswers
 
 
 class RequestViews(ABC):
@@ -96,8 +98,8 @@ class RequestViews(ABC):
     @takes(refuses=(409,))
     async def cancel(self, http: HttpRequest) -> Fields:
         """End one."""
-        traces, trace = self._named(http)
-        return cancel_answer(trace, traces.cancel(trace))
+        served, trace = self._named(http)
+        return cancel_answer(trace, served.traces.cancel(trace))
 
     @abstractmethod
     async def health(self, http: HttpRequest) -> Fields:
@@ -111,13 +113,30 @@ class RequestViews(ABC):
     async def events(self, http: HttpRequest) -> Response:
         """The engine's steps and what happens to requests, as a stream that does not end."""
         if http.method == "HEAD":
-            return Response(headers={name.decode(): it.decode() for name, it in STREAM_HEADERS})
+            return _head_of_stream()
         context, viewers = RequestContext.of(http.scope), self.viewers(http)
         address = (context.client or "").rpartition(":")[0]
         viewer = viewers.join(visible_to(http), tenant_of(http.scope).key.id, address)
         context.cleanup.callback(viewers.leave, viewer)
         context.on_revoked = lambda: viewer.end("key_revoked")
-        return _Watching(viewer)
+        return SourceStream(viewer)
+
+    @takes(refuses=(409, 410), answers=(EVENTS,), query={"after": NUMBER})
+    async def answer_events(self, http: HttpRequest) -> Response:
+        """The events of an answer that is kept (X-Keep-Answer), from the one behind `after` on."""
+        after = number_of((http.query_params.get("after"), http.headers.get("last-event-id")))
+        reader, context = await self.kept_reader(http, after), RequestContext.of(http.scope)
+        context.cleanup.enter_context(closing(reader))
+        context.cleanup.enter_context(tenant_of(http.scope).readers.place(reader))
+        context.on_revoked = reader.replace
+        return _head_of_stream() if http.method == "HEAD" else SourceStream(reader)
+
+    async def kept_reader(self, http: HttpRequest, after: int) -> Reader:
+        """Reads what comes behind event `after` of the answer that the path names. Raises
+        `HttpError`: 404 and 409 as `request`, 410 if that is not kept any more, 400 if there is no
+        such event."""
+        served, trace = self._named(http)
+        return served.kept.read(trace.context.id, after)
 
     @takes(refuses=(404,), answers=("text/plain",))
     async def metrics(self, http: HttpRequest) -> Response:
@@ -130,35 +149,23 @@ class RequestViews(ABC):
     async def stats(self, http: HttpRequest) -> Fields:
         """Queue depth, batch sizes, waiting times."""
 
-    def _named(self, http: HttpRequest) -> tuple[RequestTraces, RequestTrace]:
+    def _named(self, http: HttpRequest) -> tuple[ServedEngine, RequestTrace]:
         """The trace that the path names. Raises `HttpError`: 404, or 409 if several run."""
-        name, all_traces = http.path_params["id"], [it.traces for it in self.served(http).values()]
-        seen = visible_to(http)
-        found = [(traces, trace) for traces in all_traces for trace in traces.named(name, seen)]
+        name, seen = http.path_params["id"], visible_to(http)
+        all_served = self.served(http).values()
+        found = [(each, trace) for each in all_served for trace in each.traces.named(name, seen)]
         meant = the_one([trace for _, trace in found], name)
         return next(pair for pair in found if pair[1] is meant)
+
+
+def _head_of_stream() -> Response:
+    """The answer to HEAD where GET gets a stream."""
+    return Response(headers={name.decode(): it.decode() for name, it in STREAM_HEADERS})
 
 
 def metrics_response(text: bytes) -> Response:
     """Metrics as Prometheus reads them."""
     return Response(text, headers={"content-type": CONTENT_TYPE})
-
-
-class _Watching(Response):
-    """A `Response` only in that Starlette calls it: what a viewer gets, until one of both ends."""
-
-    def __init__(self, viewer: Viewer) -> None:
-        super().__init__()
-        self._viewer = viewer
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self._write(send))
-
-    async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS]})
-        while (data := await self._viewer.take()) is not None:
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _newest_first(trace: RequestTrace) -> tuple[bool, float]:

@@ -57,6 +57,7 @@ ROUTES: tuple[tuple[str, str, Callable[..., Awaitable[Any]]], ...] = (
     ("GET", "/v1/requests/{id}", RequestViews.request),
     ("DELETE", "/v1/requests/{id}", RequestViews.cancel),
     ("POST", "/v1/requests/{id}/cancel", RequestViews.cancel),
+    ("GET", "/v1/requests/{id}/events", RequestViews.answer_events),
     ("GET", "/health", RequestViews.health),
     ("GET", "/health/live", RequestViews.health),
     ("GET", "/health/ready", RequestViews.ready),

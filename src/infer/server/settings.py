@@ -78,6 +78,11 @@ class ServerSettings:
     keep_alive_s: Annotated[float, at_least(0)] = option(
         15.0, "Seconds after which a silent stream is sent a comment; 0 = never."
     )
+    keep_answers_s: Annotated[float, at_least(0)] = option(
+        300.0,
+        "Seconds after its end for which an answer can be read again, if its request had the header"
+        " X-Keep-Answer; 0 = none is kept.",
+    )
     metrics_prefix: str = option(
         "infer", "How names in /metrics begin; with vllm, dashboards made for vLLM work."
     )

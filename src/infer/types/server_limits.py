@@ -42,6 +42,13 @@ class ServerLimits:
     """ended traces that are kept for one owner"""
     max_trace_events: int = 128
     """events of one trace; further ones are counted only"""
+    status_s: float = 1.0
+    """time of silence after which a stream whose client has asked for it says why, and between two
+    times that it does"""
+    max_kept_bytes: int = 64 * 1024 * 1024
+    """bytes of all answers that are kept for clients who asked for that"""
+    max_kept_bytes_of_key: int = 16 * 1024 * 1024
+    """those of one key; then its oldest go"""
     save_usage_s: float = 10.0
     """minimum time between two writes of the keys' usage to its file"""
     database_busy_s: float = 2.0

@@ -221,6 +221,12 @@ class AsyncLLM:
         """Number of places held for requests that are being made."""
         return self._num_reserved
 
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests without a seat: those of the engine, of which others may be some."""
+        of_engine = self.engine_client.stats().gauges.num_waiting
+        return max(self._states.count("waiting"), of_engine)
+
     def drain(self) -> None:
         """Refuse further requests and finish those that are open."""
         self._draining = True

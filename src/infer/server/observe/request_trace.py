@@ -322,6 +322,10 @@ class RequestTraces:
             self._engine.cancel(name, trace.error)
         return True
 
+    def open_one(self, context_id: str) -> RequestTrace | None:
+        """The trace of the running request with this context."""
+        return self._open.get(context_id)
+
     def named(self, name: str, owner: str | None) -> list[RequestTrace]:
         """The traces that a name may mean, among those of `owner` (None: of all). It is the id of
         an answer, or an `x-request-id`: one that the server made, or that of a client, which

@@ -9,8 +9,9 @@ at `/` lists the same routes and summaries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from http import HTTPStatus
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic.json_schema import models_json_schema
@@ -54,13 +55,17 @@ _PHRASES = {499: "Cancelled", OVERLOADED: "Overloaded"}
 
 
 def takes(
-    *bodies: type[Wire], refuses: Iterable[int] = (), answers: Iterable[str] = (JSON,)
+    *bodies: type[Wire],
+    refuses: Iterable[int] = (),
+    answers: Iterable[str] = (JSON,),
+    query: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Callable[[E], E]:
     """Decorator that describes an endpoint: the models one of which its body must fit, the statuses
-    of its own errors, and the media types of a 200."""
+    of its own errors, the media types of a 200, and the schemas of what its query may say."""
 
     def mark(endpoint: E) -> E:
         endpoint.described = (bodies, refuses, answers)  # type: ignore[attr-defined]
+        endpoint.query = query  # type: ignore[attr-defined]
         return endpoint
 
     return mark
@@ -102,6 +107,10 @@ def document(
             "parameters": [
                 {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
                 for name in route.param_convertors
+            ]
+            + [
+                {"name": name, "in": "query", "schema": schema}
+                for name, schema in getattr(route.endpoint, "query", {}).items()
             ],
             "responses": {"200": _response(200, answers), **responses},
             "security": [] if is_open else [{"key": []}, {"header": []}],

@@ -348,6 +348,8 @@ class StreamOptions(Wire):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """whether every piece has the usage so far, if `include_usage` is true"""
+    include_status: bool = False
+    """whether a silent stream says why, by events of its own (docs/events.md)"""
 
 
 class Body(Wire):
@@ -385,6 +387,11 @@ class GeneratingBody(Body):
     @property
     def is_open_ended(self) -> bool:
         """Whether the client has set no limit to the number of output tokens."""
+        return False
+
+    @property
+    def tells_status(self) -> bool:
+        """Whether the client has asked for events that say why its stream is silent."""
         return False
 
     @property
@@ -508,6 +515,10 @@ class Generation(SampledBody):
     @property
     def num_choices(self) -> int:
         return self.n
+
+    @property
+    def tells_status(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_status
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Generation:

@@ -1,7 +1,8 @@
 """`EventStream`: the response that carries a streamed answer; and how handlers wait.
 
 The engine's streams run before the status line is sent (so a full queue is still a 503) and are
-closed however the response ends (so a client's leaving aborts). An error after the first byte
+closed however the response ends (so a client's leaving aborts, unless the answer is kept for it:
+then the handler goes on to the end of the answer). An error after the first byte
 becomes the last event, without `[DONE]`; but if only the session could not be written, the end of
 the stream follows. Starlette does not cancel a handler whose client has left, and uvicorn only
 tells those who ask; so every handler that waits for the engine does it inside `unless_gone`.
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import ExitStack, closing
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,6 +23,7 @@ from infer.engine.client.async_llm import RequestStream
 from infer.errors import EngineError, InferError
 from infer.server.http.error_responses import ClientGone, describe, log
 from infer.server.openai.answer_parts import wire_reason
+from infer.server.openai.events import NOTHING_YET
 from infer.server.openai.generating_api import StreamFormat
 from infer.server.openai.large_json import LARGE_ANSWER_BYTES
 from infer.types import TextDelta
@@ -37,6 +40,61 @@ STREAM_HEADERS = (
 """headers of a stream of events; the last one keeps nginx from collecting it"""
 
 
+class Sink(Protocol):
+    """Where the events of a stream go."""
+
+    async def put(self, event: bytes) -> None:
+        """An event of the answer."""
+
+    async def mention(self, event: bytes) -> None:
+        """What says that the stream lives, and nothing of the answer."""
+
+
+class Source(Protocol):
+    """Where a stream of events comes from, that others write."""
+
+    async def take(self) -> bytes | None:
+        """What is new, as one piece; None after the end."""
+
+
+class Kept(Sink, Protocol):
+    """An answer that outlives its connection."""
+
+    def first_reader(self) -> AbstractContextManager[Source]:
+        """All of it, as long as the block lasts."""
+
+    def end(self) -> None:
+        """There are no further events."""
+
+
+class ToldStatus(Protocol):
+    """Why a stream is silent."""
+
+    def as_comment(self) -> bytes:
+        """For clients that did not ask for events."""
+
+    def as_event(self, answer_id: str) -> bytes:
+        """For those that did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamOfAnswer:
+    """What `EventStream` does beside writing the events of an answer."""
+
+    keep_alive_s: float = 0.0
+    """the API's sign that it lives is sent whenever nothing was for so long; 0 = never"""
+    keep_turn: Callable[[], Awaitable[None]] | None = None
+    """awaited when the answer is whole, before the client gets its end"""
+    status: Callable[[], ToldStatus | None] = lambda: None
+    """why it is silent, if that is known"""
+    status_for: str = ""
+    """id of the answer, for events that tell the status; "": the client has not asked for them"""
+    status_s: float = 1.0
+    """seconds of silence after which it is told, and between two times"""
+    kept: Kept | None = None
+    """what its client may read again; then the answer goes on when the connection is lost"""
+
+
 class EventStream(Response):
     """A `Response` only in that Starlette calls it. Choices are written as they come."""
 
@@ -45,20 +103,18 @@ class EventStream(Response):
         running: Sequence[RequestStream],
         events: StreamFormat,
         render: Render,
-        keep_alive_s: float = 0.0,
-        keep: Callable[[], Awaitable[None]] | None = None,
+        options: StreamOfAnswer = StreamOfAnswer(),
     ) -> None:
-        """`running`: one for each choice; closed here. `render` writes what is large.
-        `keep_alive_s`: a comment is sent whenever nothing was for so long; 0 = never. `keep` is
-        awaited when the answer is whole, before the client gets its end."""
+        """`running`: one for each choice; closed here. `render` writes what is large."""
         super().__init__()
         self._running = running
         self._events = events
         self._render = render
+        self._options = options
         self._writing = asyncio.Lock()
-        self._keep_alive_s = keep_alive_s
-        self._keep = keep
         self._written_s = 0.0
+        self._told: bytes | None = None
+        """the status that was told last, since the last event of the answer"""
         self._num_bytes = 0
         """bytes written since others have had a turn"""
 
@@ -66,42 +122,60 @@ class EventStream(Response):
         with ExitStack() as stack:
             for stream in self._running:
                 stack.enter_context(closing(stream))
-            await unless_gone(receive, self._deliver(send))
+            if self._options.kept is None:
+                await unless_gone(receive, self._send_all(send))
+            else:
+                await self._keep_all(self._options.kept, receive, send)
 
-    async def _deliver(self, send: Send) -> None:
+    async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS]})
+        await self._deliver(_Sending(send))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _keep_all(self, kept: Kept, receive: Receive, send: Send) -> None:
+        """Write the answer to its end, whoever reads it; the client is its first reader."""
+        with kept.first_reader() as source:
+            reading = asyncio.ensure_future(_read_first(source, receive, send))
+            try:
+                await self._deliver(kept)
+                kept.end()
+                await reading
+            finally:
+                kept.end()
+                await _end(reading)
+
+    async def _deliver(self, sink: Sink) -> None:
         try:
-            await self._write(send, self._events.opening())
-            works = all_of(self._follow(i, each, send) for i, each in enumerate(self._running))
-            await beside(works, self._keep_alive(send))
-            await self._keep_turn(send)
-            await self._write(send, self._events.closing())
+            await self._write(sink, self._events.opening())
+            works = all_of(self._follow(i, each, sink) for i, each in enumerate(self._running))
+            await beside(works, self._say_it_lives(sink))
+            await self._keep_turn(sink)
+            await self._write(sink, self._events.closing())
         except ClientGone:
             raise
         except Exception as error:
             if not isinstance(error, InferError):
                 log.exception("a stream failed")
-            await self._write(send, [self._failure(error)])
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._write(sink, [self._failure(error)])
 
-    async def _keep_turn(self, send: Send) -> None:
+    async def _keep_turn(self, sink: Sink) -> None:
         """Keep the turn of a session. If that fails, the client gets an error, and then the end of
         the stream as always: the answer is whole."""
-        if self._keep is not None:
+        if self._options.keep_turn is not None:
             try:
-                await self._keep()
+                await self._options.keep_turn()
             except InferError as error:
-                await self._write(send, [self._failure(error)])
+                await self._write(sink, [self._failure(error)])
 
     def _failure(self, error: Exception) -> bytes:
         return self._events.failure(bytes(describe(error).body).decode("ascii"))
 
-    async def _follow(self, index: int, stream: AsyncIterable[TextDelta], send: Send) -> None:
+    async def _follow(self, index: int, stream: AsyncIterable[TextDelta], sink: Sink) -> None:
         async for delta in stream:
             if delta.finish_reason is not None:
                 wire_reason(delta.finish_reason, delta.error)  # raises where it was broken off
             async with self._writing:
-                await self._write(send, await self._piece(index, delta))
+                await self._write(sink, await self._piece(index, delta))
             if delta.finish_reason is not None:
                 return
         raise EngineError("the engine's stream ended before the answer did")
@@ -116,22 +190,79 @@ class EventStream(Response):
         events: list[bytes] = await self._render(num_bytes, _all, self._events.piece, index, delta)
         return events
 
-    async def _keep_alive(self, send: Send) -> None:
-        """Comments keep proxies from closing what waits, and notice clients that are gone. They
-        come no sooner: a load generator counts what it cannot read as a failure."""
-        loop, wait_s = asyncio.get_running_loop(), self._keep_alive_s
+    async def _say_it_lives(self, sink: Sink) -> None:
+        await all_of((self._keep_alive(sink), self._tell_status(sink)))
+
+    async def _keep_alive(self, sink: Sink) -> None:
+        """What comes keeps proxies from closing what waits, and notices clients that are gone. It
+        comes no sooner: a load generator counts what it cannot read as a failure."""
+        loop, wait_s = asyncio.get_running_loop(), self._options.keep_alive_s
         while wait_s:
             await asyncio.sleep(wait_s)
-            wait_s = self._written_s + self._keep_alive_s - loop.time()
+            wait_s = self._written_s + self._options.keep_alive_s - loop.time()
             if wait_s <= 0:
+                status, lives = self._options.status(), self._events.waiting()
                 async with self._writing:
-                    await self._write(send, [self._events.waiting()])
-                wait_s = self._keep_alive_s
+                    if status is not None:
+                        await sink.mention(status.as_comment())
+                    if status is None or lives != NOTHING_YET:
+                        await sink.mention(lives)
+                    self._written_s = loop.time()
+                wait_s = self._options.keep_alive_s
 
-    async def _write(self, send: Send, events: Iterable[bytes]) -> None:
-        self._written_s = asyncio.get_running_loop().time()
+    async def _tell_status(self, sink: Sink) -> None:
+        """Events that say why it is silent, for a client that has asked for them."""
+        loop, answer_id = asyncio.get_running_loop(), self._options.status_for
+        while answer_id:
+            await asyncio.sleep(self._options.status_s)
+            status = self._options.status()
+            if status is None or loop.time() - self._written_s < self._options.status_s:
+                continue
+            told = status.as_event(answer_id)
+            if told != self._told:
+                self._told = told
+                async with self._writing:
+                    await sink.mention(told)
+
+    async def _write(self, sink: Sink, events: Iterable[bytes]) -> None:
+        self._written_s, self._told = asyncio.get_running_loop().time(), None
         for event in events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await sink.put(event)
+
+
+class _Sending:
+    """The sink that is a connection."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+
+    async def put(self, event: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+
+    mention = put
+
+
+class SourceStream(Response):
+    """A `Response` only in that Starlette calls it: what a source gives, until one of both ends."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_gone(receive, self._write(send))
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [*STREAM_HEADERS]})
+        while (data := await self._source.take()) is not None:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _read_first(source: Source, receive: Receive, send: Send) -> None:
+    """Send an answer to the client that has asked for it, as long as it is there."""
+    with suppress(ClientGone):
+        await SourceStream(source)({}, receive, send)
 
 
 def _all(piece: Callable[..., Iterable[bytes]], *arguments: Any) -> list[bytes]:

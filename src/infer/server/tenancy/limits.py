@@ -25,6 +25,7 @@ from infer.server.observe.request_trace import RequestTrace
 from infer.server.tenancy.keys import ANYBODY, Key, Keys
 from infer.server.tenancy.limit_messages import LimitAsk
 from infer.server.tenancy.local_limits import LocalLimits
+from infer.server.tenancy.reader_places import ReaderPlaces
 from infer.types import Request
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
@@ -59,6 +60,7 @@ class Tenant:
         """`limits`: who decides; default: this tenant alone."""
         self.key = key
         self._limits = limits or LocalLimits()
+        self.readers = ReaderPlaces()
         self._num_generating = 0
         requests, tokens = key.limits.requests_per_minute, key.limits.tokens_per_minute
         self._sizes = {"requests": requests or 0, "tokens": tokens or 0}
