@@ -230,7 +230,10 @@ class Chats extends Answering {
         this.changed();
       }, UNDO_MS);
     }
-    if (this.current?.id === conversation.id) await this.open("");
+    if (this.current?.id === conversation.id) {
+      this.tree = null; // else it would be taken for a new one, which has no record yet
+      await this.open("");
+    }
     this.changed();
   }
 
@@ -242,6 +245,7 @@ class Chats extends Answering {
       this.all.set(removed.conversation.id, removed.conversation);
       const messages = removed.messages.map(({ resume: _, ...each }) => ({ ...each, ...(each.finish === "running" ? { finish: "stopped" } : {}) }));
       await storage.write(removed.conversation, messages);
+      await this.open(removed.conversation.id);
     }
     this.changed();
     return removed?.conversation ?? null;
