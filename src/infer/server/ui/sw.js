@@ -2,6 +2,8 @@
  * server's are always preferred; what the API answers is never kept. */
 
 const SHELL = "infer-shell";
+/** What the policy of the page's files has, and that of other pages has not. */
+const MARK = "infer-worker";
 const worker = /** @type {any} */ (self);
 
 worker.addEventListener("install", (/** @type {any} */ event) => {
@@ -34,7 +36,10 @@ async function answer(request) {
   const name = new URL(request.url).pathname;
   try {
     const found = await fetch(request);
-    if (found.status === 200) await cache.put(name, found.clone());
+    const isOurs = (found.headers.get("content-security-policy") ?? "").includes(MARK);
+    if (found.status === 200 && isOurs) await cache.put(name, found.clone());
+    // Another program has this address now: it is none of our business.
+    else if (name === "/" && found.ok) await Promise.all([caches.delete(SHELL), worker.registration.unregister()]);
     return found;
   } catch (error) {
     const kept = await cache.match(name, { ignoreVary: true });
