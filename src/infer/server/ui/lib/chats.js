@@ -122,6 +122,7 @@ class Chats extends Answering {
   _writeDraft() {
     clearTimeout(this._writing);
     for (const [id, draft] of this.drafts) void storage.writeDraft(this.all.has(id) ? id : NEW, draft.text || draft.files.length ? draft : null);
+    if (storage.problem) return; // then they are here or nowhere
     for (const id of this.drafts.keys()) if (id !== this.current?.id) this.drafts.delete(id);
   }
 

@@ -16,6 +16,11 @@ const MEASURE_MS = 400;
 /** Share of the context from which on the meter warns. */
 const NEAR = 0.8;
 
+/** Load the strip above the field. Without a connection it comes with the next message. */
+function loadStrip() {
+  import("./strip.js").catch(() => {});
+}
+
 class ChatComposer extends PageElement {
   static properties = { tick: { state: true }, faults: { state: true }, dragging: { state: true }, meter: { state: true } };
 
@@ -85,7 +90,7 @@ class ChatComposer extends PageElement {
   }
 
   updated() {
-    if (chats.running.size && !customElements.get("seat-strip")) void import("./strip.js");
+    if (chats.running.size && !customElements.get("seat-strip")) loadStrip();
     const field = /** @type {HTMLTextAreaElement} */ (this.querySelector("textarea"));
     field.style.height = "auto";
     field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight * 0.4)}px`;
@@ -172,7 +177,7 @@ class ChatComposer extends PageElement {
   /** @param {Event} event */
   _typed(event) {
     this.draft.text = /** @type {HTMLTextAreaElement} */ (event.target).value;
-    void import("./strip.js"); // so that it is there when the answer begins
+    loadStrip(); // so that it is there when the answer begins
     this._kept();
   }
 
