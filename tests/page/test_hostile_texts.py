@@ -220,7 +220,7 @@ def test_imports_with_hostile_titles_files_and_calls(reader: Reader, tmp_path: P
 def test_error_messages_are_text(reader: Reader) -> None:
     page = reader.page
     reader.open_settings()
-    page.fill("dialog textarea.mono >> nth=2", json.dumps({SEEDS[1]: 1}))
+    page.fill("dialog textarea.mono >> nth=2", json.dumps({"guided_regex": "(" + SEEDS[1]}))
     page.keyboard.press("Tab")
     page.click("dialog footer button.main")
     reader.send("Hello")

@@ -1,6 +1,6 @@
 /** `<infer-app>`: the frame of the page: side bar, top bar, a view, dialogs, and the keys. */
 
-import { html, nothing } from "../vendor/core.js";
+import { html, live, nothing } from "../vendor/core.js";
 import { server } from "../lib/api.js";
 import { chats } from "../lib/chats.js";
 import { PageElement } from "../lib/element.js";
@@ -183,7 +183,7 @@ class InferApp extends PageElement {
     if (models.length === 1) return html`<span title=${models[0].reason ?? nothing}>${label(models[0])}</span>`;
     return html`<select aria-label=${t("model.choose")} title=${models.find((each) => each.id === chosen)?.reason ?? nothing}
       @change=${(/** @type {Event} */ event) => chats.setModel(/** @type {HTMLSelectElement} */ (event.target).value)}>
-      ${models.map((each) => html`<option value=${each.id} title=${each.reason ?? nothing} ?selected=${each.id === chosen}>${label(each)}</option>`)}
+      ${models.map((each) => html`<option value=${each.id} title=${each.reason ?? nothing} .selected=${live(each.id === chosen)}>${label(each)}</option>`)}
     </select>`;
   }
 

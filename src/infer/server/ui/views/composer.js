@@ -171,7 +171,7 @@ class ChatComposer extends PageElement {
       if (count > 1) sampling.answers = count;
       else delete sampling.answers;
       void chats.keepSettings();
-    }}>${NUM_ANSWERS.map((each) => html`<option value=${each} ?selected=${each === (sampling.answers ?? 1)}>${t("composer.answers-n", { n: each })}</option>`)}</select>`;
+    }}>${NUM_ANSWERS.map((each) => html`<option value=${each} .selected=${live(each === (sampling.answers ?? 1))}>${t("composer.answers-n", { n: each })}</option>`)}</select>`;
   }
 
   /** @param {Event} event */

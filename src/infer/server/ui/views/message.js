@@ -15,7 +15,7 @@ import { speech } from "../lib/speech.js";
 /** @typedef {import("../lib/records.js").Message} Message */
 
 class ChatMessage extends PageElement {
-  static properties = { message: { attribute: false }, editing: { state: true }, panel: { state: true }, verdict: { state: true } };
+  static properties = { message: { attribute: false }, editing: { state: true }, panel: { state: true }, verdict: { state: true }, choosing: { state: true } };
 
   constructor() {
     super();
@@ -23,6 +23,8 @@ class ChatMessage extends PageElement {
     this.message = undefined;
     this.editing = false;
     this._edited = "";
+    /** Whether the other models are shown. */
+    this.choosing = false;
     /** What is open below the answer: "", "happened" or "tokens". */
     this.panel = "";
     /** Whether the answer fits its schema: null = not known. @type {{fits: boolean, why: string} | null} */
@@ -228,17 +230,16 @@ class ChatMessage extends PageElement {
   _others(message, isBusy) {
     if (server.models.length < 2 || !chats.current) return nothing;
     const now = message.figures?.model ?? modelOf(chats.current);
-    /** @param {Event} event */
-    const chosen = (event) => {
-      const field = /** @type {HTMLSelectElement} */ (event.target);
-      const model = field.value;
-      field.value = "";
-      if (model) void chats.regenerate(message, model);
+    /** @param {string} model */
+    const ask = (model) => {
+      this.choosing = false;
+      void chats.regenerate(message, model);
     };
-    return html`<select class="again-with small" aria-label=${t("act.again-with")} title=${t("act.again-with")} ?disabled=${isBusy} @change=${chosen}>
-      <option value="" selected>${t("act.again-with")}</option>
-      ${server.models.filter((each) => each.id !== now).map((each) => html`<option value=${each.id} ?disabled=${each.status === "failed"}>${each.id}${each.status === "failed" ? ` · ${t("model.failed")}: ${plainLine(each.reason ?? "").slice(0, 80)}` : ""}</option>`)}
-    </select>`;
+    return html`<button class="small again-with" aria-expanded=${this.choosing} ?disabled=${isBusy} @click=${() => { this.choosing = !this.choosing; }}>${t("act.again-with")}</button>
+      ${this.choosing ? html`<span class="row again-models" role="group" aria-label=${t("act.again-with")}>${server.models.filter((each) => each.id !== now).map((each) => {
+        const why = each.status === "failed" ? `${t("model.failed")}: ${plainLine(each.reason ?? "").slice(0, 80)}` : "";
+        return html`<button class="plain small" ?disabled=${isBusy || Boolean(why)} @click=${() => ask(each.id)}>${[each.id, why].filter(Boolean).join(" · ")}</button>`;
+      })}</span>` : nothing}`;
   }
 
   /** The figures of an answer in one line. @param {Message} message */
