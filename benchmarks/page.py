@@ -220,7 +220,7 @@ def comparison(browser: Any, url: str) -> dict[str, Any]:
     page.wait_for_selector(".compare-run")
     began_s = time.monotonic()
     page.click(".compare-run")
-    page.wait_for_selector(".comparison canvas >> nth=2", timeout=120_000)
+    page.wait_for_selector(".comparison tbody", timeout=120_000)
     seconds = time.monotonic() - began_s
     rows = page.locator(".comparison tbody tr").all_inner_texts()
     reader.close()

@@ -94,7 +94,7 @@ def deleting(reader: Reader) -> None:
     answered(reader)
     reader.page.focus(".conversations button.open")
     reader.page.keyboard.press("Delete")
-    reader.page.wait_for_selector("button.sure")
+    reader.page.wait_for_selector("button.undo")
 
 
 def raw_text(reader: Reader) -> None:
@@ -120,6 +120,30 @@ def engine(reader: Reader) -> None:
     reader.page.wait_for_selector("engine-table table")
 
 
+def streaming(reader: Reader) -> None:
+    """An answer under way, with the strip above the field."""
+    reader.settings({"max_tokens": 1900, "ignore_eos": True})
+    reader.send("Tell me a story.")
+    reader.page.wait_for_selector(".strip")
+
+
+def several(reader: Reader) -> None:
+    """Four answers side by side."""
+    reader.settings({"max_tokens": 30})
+    reader.page.select_option("select.answers", "4")
+    reader.send("Tell me a story.")
+    reader.page.wait_for_selector(".together button.choose >> nth=3")
+
+
+def full(reader: Reader) -> None:
+    """A full context, and a draft that is too long for it."""
+    reader.settings({"ignore_eos": True, "temperature": 0, "max_tokens": 5000})
+    reader.send("Tell me a story.")
+    reader.until("document.querySelector('.ending.full')", timeout_s=90)
+    reader.page.fill(".composer textarea", "the fox went to the river and " * 80)
+    reader.page.wait_for_selector(".composer .full")
+
+
 STATES: list[Callable[[Reader], None]] = [
     welcome,
     answered,
@@ -134,6 +158,9 @@ STATES: list[Callable[[Reader], None]] = [
     raw_text,
     rich,
     engine,
+    streaming,
+    several,
+    full,
 ]
 
 
@@ -160,7 +187,9 @@ def test_axe_would_find_something(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("language", ["en-GB", "zh-CN"])
-@pytest.mark.parametrize("state", [answered, tokens, settings, happened, rich, raw_text, engine])
+@pytest.mark.parametrize(
+    "state", [answered, tokens, settings, happened, rich, raw_text, engine, several, full]
+)
 def test_nothing_is_wider_than_a_phone(
     new_reader: Callable[..., Reader], state: Callable[[Reader], None], language: str
 ) -> None:

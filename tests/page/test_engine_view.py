@@ -124,9 +124,7 @@ def test_the_modes_beside_one_another(reader: Reader) -> None:
     page = opened(reader)
     for _ in range(3):
         page.click(".compare-run")
-        reader.until(
-            "document.querySelector('.comparison canvas, .comparison .bad')", timeout_s=150
-        )
+        reader.until("document.querySelector('.comparison tbody, .comparison .bad')", timeout_s=150)
         if not page.locator(".comparison .bad").count():
             break
     assert page.locator(".comparison canvas").count() == 3

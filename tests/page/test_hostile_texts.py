@@ -172,7 +172,7 @@ def test_the_check_of_the_document_sees_an_attack(reader: Reader) -> None:
 def test_a_real_answer_does_nothing(reader: Reader, seed: int) -> None:
     """The model is made to say it, by a grammar."""
     page = reader.page
-    page.click("header.topbar button:last-child")
+    reader.open_settings()
     page.fill("dialog textarea.mono >> nth=2", json.dumps({"guided_choice": [SEEDS[seed]]}))
     page.keyboard.press("Tab")
     page.click("dialog footer button.main")
@@ -204,7 +204,7 @@ def test_imports_with_hostile_titles_files_and_calls(reader: Reader, tmp_path: P
         json.dumps({"format": "infer-conversations", "version": 1, "conversations": listed}),
         encoding="utf-8",
     )
-    page.click("header.topbar button:last-child")
+    reader.open_settings()
     page.set_input_files("transfer-panel input", str(path))
     page.wait_for_selector("transfer-panel .notice")
     assert f"{len(short)} conversations were imported" in page.inner_text("transfer-panel .notice")
@@ -219,8 +219,8 @@ def test_imports_with_hostile_titles_files_and_calls(reader: Reader, tmp_path: P
 
 def test_error_messages_are_text(reader: Reader) -> None:
     page = reader.page
-    page.click("header.topbar button:last-child")
-    page.fill("dialog textarea.mono >> nth=2", json.dumps({SEEDS[1]: 1}))
+    reader.open_settings()
+    page.fill("dialog textarea.mono >> nth=2", json.dumps({"guided_regex": "(" + SEEDS[1]}))
     page.keyboard.press("Tab")
     page.click("dialog footer button.main")
     reader.send("Hello")

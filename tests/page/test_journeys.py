@@ -401,15 +401,10 @@ def test_a_connection_that_is_lost_in_mid_answer(far_reader: Reader, wire: Wire)
     reader.use(".message.assistant .again")
     reader.until(f"{ANSWERS}[0]?.length > 60")
     wire.cut()
-    page.wait_for_selector(".ending")
     wire.pause_s = 0.0
-    assert reader.said("end.lost") in page.inner_text(".ending")
-    begun = reader.answers()[0]
-    assert whole.startswith(begun)
-    assert len(begun) < len(whole)
-    reader.use(".ending button")
-    siblings_are(reader, "3/3")
+    siblings_are(reader, "2/2")
     assert reader.answers()[0] == whole
+    assert not page.locator(".ending").count()
 
 
 def test_raw_text_is_continued(person: Reader) -> None:
@@ -469,9 +464,10 @@ def test_the_keys_of_the_list(reader: Reader) -> None:
     page.wait_for_selector(".message.user")
     page.focus(".conversations button.open")
     keys.press("Delete")
-    page.wait_for_selector("button.sure:focus")
-    keys.press("Enter")
+    page.wait_for_selector("button.undo:focus")
     page.wait_for_selector(".conversations button.open", state="detached")
+    keys.press("Enter")
+    reader.until("document.querySelector('.conversations button.open')?.title == 'Sums'")
     page.focus("header.topbar button:last-child")
     keys.press("?")
     page.wait_for_selector("help-dialog dialog[open]")
@@ -493,7 +489,7 @@ def test_enter_inside_a_composition_does_not_send(reader: Reader) -> None:
 
 def test_wrong_settings_are_named_and_not_sent(reader: Reader) -> None:
     page = reader.page
-    page.click("header.topbar button:last-child")
+    reader.open_settings()
     page.fill("#setting-temperature", "7")
     page.fill("#setting-top_p", "x")
     page.keyboard.press("Tab")

@@ -40,7 +40,7 @@ def bring(reader: Reader, path: Path, *conversations: dict[str, Any]) -> None:
     page = reader.page
     document = {"format": "infer-conversations", "version": 1, "conversations": conversations}
     path.write_text(json.dumps(document), encoding="utf-8")
-    page.click("header.topbar button:last-child")
+    reader.open_settings()
     page.set_input_files("transfer-panel input", str(path))
     page.wait_for_selector("transfer-panel .notice")
     page.click("dialog footer button.main")
@@ -111,7 +111,7 @@ def test_a_file_that_is_no_export_is_refused(reader: Reader, tmp_path: Path, tex
     path = tmp_path / "odd.json"
     path.write_text(text, encoding="utf-8")
     page = reader.page
-    page.click("header.topbar button:last-child")
+    reader.open_settings()
     page.set_input_files("transfer-panel input", str(path))
     page.wait_for_selector("transfer-panel .notice.bad")
 
@@ -130,7 +130,7 @@ def test_trees_that_are_none_are_left_out(reader: Reader, tmp_path: Path) -> Non
         encoding="utf-8",
     )
     page = reader.page
-    page.click("header.topbar button:last-child")
+    reader.open_settings()
     page.set_input_files("transfer-panel input", str(path))
     page.wait_for_selector("transfer-panel .notice")
     said = page.inner_text("transfer-panel .notice")
@@ -150,7 +150,7 @@ def test_an_export_of_llama_cpp_is_read(reader: Reader, tmp_path: Path) -> None:
     path = tmp_path / "llama.json"
     path.write_text(json.dumps({"conv": conv, "messages": messages}), encoding="utf-8")
     page = reader.page
-    page.click("header.topbar button:last-child")
+    reader.open_settings()
     page.set_input_files("transfer-panel input", str(path))
     page.wait_for_selector("transfer-panel .notice")
     page.click("dialog footer button.main")

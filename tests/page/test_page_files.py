@@ -35,7 +35,7 @@ IMPORT = re.compile(r"^(?:import|export)\b[^;(]*?\"(\.[^\"]+)\";", re.MULTILINE)
 PRELOADS = re.compile(r"(?<=compares -->\n).*?(?=    <!-- end of preloads -->)", re.DOTALL)
 LINES = re.compile(r"^  (\"[^\"]+\"): (\".*\"),$", re.MULTILINE)
 MAX_LINES = 400
-MAX_FIRST_BYTES = 90 * 1024
+MAX_FIRST_BYTES = 100 * 1024
 MAX_LIBRARY_BYTES = 35 * 1024
 MAX_BYTES = 1024 * 1024
 HTML = "text/html,application/xhtml+xml,*/*;q=0.8"

@@ -64,6 +64,9 @@ def test_a_call_is_shown_and_its_result_goes_back(person: Reader) -> None:
     page.wait_for_selector(".message.tool")
     person.until("document.querySelectorAll('.message.assistant .figures').length == 2")
     assert page.inner_text(".message.tool .own-text") == "Rain, 12 degrees"
+    person.open_settings()  # a call that was forced is not forced again
+    label = f"label:has-text('{person.said('settings.tool-choice')}') select"
+    assert page.input_value(label) == "auto"
 
 
 def test_a_call_that_was_cut_has_no_result_and_the_conversation_goes_on(reader: Reader) -> None:
@@ -80,7 +83,7 @@ def test_a_call_that_was_cut_has_no_result_and_the_conversation_goes_on(reader: 
 def test_wrong_tools_are_named_and_not_sent(reader: Reader) -> None:
     page = reader.page
     reader.settings({"max_tokens": 20})
-    page.click("header.topbar button:last-child")
+    reader.open_settings()
     page.fill("dialog textarea.mono >> nth=1", "[{")
     page.keyboard.press("Tab")
     page.wait_for_selector("dialog .fault-text:has-text('not valid JSON')")
@@ -99,3 +102,52 @@ def test_the_reader_chooses_a_model(person: Reader) -> None:
     page.reload()
     page.wait_for_selector("header.topbar select")
     assert page.input_value("header.topbar select") == "two"
+
+
+def test_the_model_belongs_to_the_conversation_and_another_one_answers_again(
+    person: Reader,
+) -> None:
+    page = person.page
+    person.settings({"max_tokens": 10})
+    person.choose("header.topbar select", "two")
+    person.ask("Hello")
+    assert page.inner_text(".message.assistant .by") == "two"
+    person.use("button.again-with")
+    person.use(".again-models button:has-text('one')")
+    person.until(
+        "document.querySelector('.message.assistant .siblings')?.innerText.includes('2/2')"
+    )
+    page.wait_for_selector(".message.assistant .again:enabled")
+    assert page.inner_text(".message.assistant .by") == "one"
+    assert page.input_value("header.topbar select") == "two"
+    if person.hands == "keyboard":
+        page.keyboard.press("Control+Shift+O")
+    else:
+        person.use(f".sidebar button[title='{person.said('chat.new')}']")
+    page.wait_for_selector(".welcome")
+    person.choose("header.topbar select", "one")
+    person.ask("Hello again")
+    person.use(".conversations button.open:has-text('Hello'):not(:has-text('again'))")
+    person.until("document.querySelector('header.topbar select').value === 'two'")
+
+
+def test_a_model_that_failed_is_shown_with_its_reason(reader: Reader) -> None:
+    page = reader.page
+    reader.settings({"max_tokens": 10})
+    reader.ask("Hello")
+    reason = "<img src=x onerror=window.attacked=1> is no model"
+    page.evaluate(
+        "(reason) => import('/ui/lib/api.js').then(({server}) => { server.models = ["
+        "...server.models, {id: 'three', max_model_len: null, status: 'failed', reason}];"
+        " server.dispatchEvent(new Event('change')); })",
+        reason,
+    )
+    page.click("button.again-with")
+    label = ".again-models button:has-text('three')"
+    page.wait_for_selector(label)
+    assert reason[:30] in page.inner_text(label)
+    assert page.get_attribute(label, "disabled") is not None
+    page.select_option("header.topbar select", "three")
+    page.wait_for_selector(".notice.bad")
+    assert reason in page.inner_text(".notice.bad")
+    assert not page.evaluate("window.attacked")

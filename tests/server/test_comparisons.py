@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from infer.errors import DeadlineError, EngineError
-from infer.server.comparisons import ComparisonBody, Comparisons
+from infer.server.comparisons import ComparisonBody, ComparisonEvents, Comparisons
 from infer.server.http.error_responses import HttpError
 from infer.server.route_table import COMPARISONS_PATH
 from tests.support.doubles import held_runner, make_hash_llm
@@ -112,5 +114,58 @@ def test_a_process_that_fails_is_our_error() -> None:
             failing = (sys.executable, "-c", "import sys; sys.exit(3)")
             with pytest.raises(EngineError, match="the comparison has failed"):
                 await Comparisons(engine, command=failing).run(ComparisonBody())
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_the_modes_are_told_while_they_are_computed() -> None:
+    """One mode after the other, with what the recordings have."""
+
+    async def use(app: App) -> None:
+        asked = {"num_requests": 3, "seats": 2, "stream": True}
+        reply = await app.post(COMPARISONS_PATH, asked)
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        told = [
+            (block.split(b"\n")[0].removeprefix(b"event: "), json.loads(block.split(b"data: ")[1]))
+            for block in reply.body.split(b"\n\n")
+            if block
+        ]
+        names = [name for name, _ in told if name != b"frame"]
+        assert names == [b"comparison", *[b"hello", b"summary"] * 3]
+        assert told[0][1]["modes"] == ["sequential", "static", "continuous"]
+        finished = [
+            event
+            for name, data in told
+            if name == b"frame"
+            for event in data.get("events", [])
+            if event["event"] == "finished"
+        ]
+        assert len(finished) == 3 * 3
+
+    with_app(make_hash_llm(), use)
+
+
+def test_events_end_with_what_went_wrong() -> None:
+    code = "import sys; print('event: comparison\\ndata: {}\\n'); sys.stdout.flush(); sys.exit(3)"
+
+    async def main() -> None:
+        async with make_hash_llm() as engine:
+            comparisons = Comparisons(engine, command=(sys.executable, "-c", code))
+            pieces = comparisons.pieces(ComparisonBody(stream=True))
+            first = await anext(pieces)
+            sent: list[bytes] = []
+
+            async def send(message: Any) -> None:
+                sent.append(message.get("body", b""))
+
+            async def receive() -> Any:
+                await asyncio.Event().wait()
+
+            await ComparisonEvents(first, pieces)({"type": "http"}, receive, send)
+            assert b"".join(sent).startswith(b"event: comparison\n")
+            assert b"event: error\ndata: " in b"".join(sent)
+            assert b"the comparison has failed" in b"".join(sent)
+            assert (await anext(comparisons.pieces(ComparisonBody()))) == first  # the place is free
 
     asyncio.run(main())

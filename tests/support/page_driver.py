@@ -300,6 +300,9 @@ class Reader:
         """Open the dialog of settings."""
         self.use("header.topbar button:last-child", page)
         (page or self.page).wait_for_selector("settings-dialog dialog[open]")
+        if not (page or self.page).locator("details.more[open]").count():
+            self.use("details.more summary", page)
+            (page or self.page).wait_for_selector("details.more[open]")
 
     def open_happened(self) -> None:
         """Open what happened during the last answer, and wait for its timeline."""

@@ -1,7 +1,8 @@
 """The three batching modes one after the other on the same requests, each recorded.
 
 `python -m infer.bench.comparison WORKLOAD SEATS NUM_REQUESTS` prints one JSON object with a
-recording of each mode, on the model that ships. `POST /v1/engine/comparisons` runs it as a process
+recording of each mode, on the model that ships; with a fourth argument, `events`, the same as
+server-sent events while it is computed. `POST /v1/engine/comparisons` runs it as a process
 of the lowest priority, which ends when its parent has gone. `benchmarks/modes.py` has the same
 requests and settings, and so the same steps.
 """
@@ -32,6 +33,8 @@ _TEXT = "one day the little fox went to the river and saw a red boat under an ol
 _WORDS = _TEXT.split()
 
 Requests = tuple[list[str], list[SamplingParams]]
+Tell = Callable[[str, dict[str, Any]], None]
+"""gets the name and the data of an event: `hello`, `frame` or `summary` of a mode"""
 
 
 def _requests(num_requests: int, num_words: list[int], num_tokens: list[int]) -> Requests:
@@ -66,14 +69,29 @@ WORKLOADS: dict[str, Callable[[int], Requests]] = {
 }
 
 
-def recorded(mode: str, requests: Requests, seats: int, step: Callable[[], None]) -> dict[str, Any]:
+def recorded(
+    mode: str,
+    requests: Requests,
+    seats: int,
+    step: Callable[[], None],
+    tell: Tell = lambda name, data: None,
+) -> dict[str, Any]:
     """The recording of one mode; all requests are there from the start. `step` is called before
-    each step."""
+    each step, `tell` for each part of the recording."""
     # Several threads of the lowest priority would wait for one another beside a busy engine.
     settings: dict[str, Any] = {"batching_mode": mode, "max_batch_size": seats, "num_threads": 1}
     with LLM(dtype="float32", **settings) as llm:
         llm.generate("warm up", SamplingParams(max_tokens=4))
-        before, recorder, states, core = llm.stats(), Recorder(), RequestStates(), llm.core
+        before, states, core = llm.stats(), RequestStates(), llm.core
+        recorder = Recorder(lambda frame: tell("frame", frame))
+        hello = recorder.hello(
+            model=llm.model_name,
+            mode=mode,
+            num_seats=core.scheduler.num_seats,
+            page_size=core.scheduler.allocator.page_size,
+            max_seq_len=core.scheduler.config.max_seq_len,
+        )
+        tell("hello", hello)
         first_s: dict[str, float] = {}
         started_s = time.monotonic()
         for number, (prompt, params) in enumerate(zip(*requests, strict=True)):
@@ -98,16 +116,10 @@ def recorded(mode: str, requests: Requests, seats: int, step: Callable[[], None]
             )
             if f"num_{name}" in after  # static batches only have padding
         }
-        scheduler, name = core.scheduler, llm.model_name
         summary = _summary(counts, duration_s, sorted(first_s.values()))
-        return recorder.document(
-            model=name,
-            mode=mode,
-            num_seats=scheduler.num_seats,
-            page_size=scheduler.allocator.page_size,
-            max_seq_len=scheduler.config.max_seq_len,
-            summary=summary,
-        )
+        recording = recorder.document(hello, summary)
+        tell("summary", summary)
+        return recording
 
 
 def _summary(
@@ -125,22 +137,32 @@ def _summary(
 
 
 def compared(
-    workload: str, seats: int, num_requests: int, step: Callable[[], None] = lambda: None
+    workload: str,
+    seats: int,
+    num_requests: int,
+    step: Callable[[], None] = lambda: None,
+    tell: Tell = lambda name, data: None,
 ) -> dict[str, Any]:
     """The recordings of all modes, as JSON values."""
     requests = WORKLOADS[workload](num_requests)
+    about = {"workload": workload, "seats": seats, "num_requests": num_requests}
+    tell("comparison", {**about, "modes": MODES})
     return {
         "object": "engine.comparison",
-        "workload": workload,
-        "seats": seats,
-        "num_requests": num_requests,
-        "recordings": [recorded(mode, requests, seats, step) for mode in MODES],
+        **about,
+        "recordings": [recorded(mode, requests, seats, step, tell) for mode in MODES],
     }
 
 
+def _print_event(name: str, data: dict[str, Any]) -> None:
+    line = msgspec.json.encode(data)
+    sys.stdout.buffer.write(b"event: " + name.encode() + b"\ndata: " + line + b"\n\n")
+    sys.stdout.buffer.flush()
+
+
 def main(arguments: list[str]) -> None:
-    """Compare, and write the JSON object to stdout."""
-    workload, seats, num_requests = arguments
+    """Compare, and write the JSON object or the events to stdout."""
+    workload, seats, num_requests, *how = arguments
     os.nice(19)
     parent = os.getppid()
 
@@ -148,9 +170,11 @@ def main(arguments: list[str]) -> None:
         if os.getppid() != parent:
             sys.exit("the parent has gone")
 
-    sys.stdout.buffer.write(
-        msgspec.json.encode(compared(workload, int(seats), int(num_requests), step))
-    )
+    asked = workload, int(seats), int(num_requests), step
+    if how == ["events"]:
+        compared(*asked, _print_event)
+    else:
+        sys.stdout.buffer.write(msgspec.json.encode(compared(*asked)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """`Recorder`: the steps of an engine in a file, in the format of the server's stream of them.
 
 docs/events.md describes the format: one JSON object with `hello` and the frames. The page opens
-it, and `POST /v1/engine/comparisons` answers with three of them.
+it, and `POST /v1/engine/comparisons` answers with three of them, or with their frames one by one.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from infer.engine.client.step_frames import (
@@ -29,7 +30,9 @@ FRAME_S = 0.05
 class Recorder:
     """An `Observer` of an engine that keeps everything; memory grows with the steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[dict[str, Any]], None] = lambda frame: None) -> None:
+        """`told` gets each frame when it is written."""
+        self._told = told
         self._requests: dict[str, FollowedRequest] = {}
         self._builder = FrameBuilder(self._requests.get, is_bounded=False)
         self._zero_s = self._frame_s = time.monotonic()
@@ -59,22 +62,16 @@ class Recorder:
 
     def _write(self) -> None:
         now_s = self._frame_s = time.monotonic()
-        frames = (frame for frame in self._builder.take() if not frame.is_empty)
-        self._frames += [self._writer.fields(frame, now_s) for frame in frames]
+        for frame in self._builder.take():
+            if not frame.is_empty:
+                self._frames.append(self._writer.fields(frame, now_s))
+                self._told(self._frames[-1])
 
-    def document(
-        self,
-        *,
-        model: str,
-        mode: str,
-        num_seats: int,
-        page_size: int,
-        max_seq_len: int,
-        summary: dict[str, Any],
+    def hello(
+        self, *, model: str, mode: str, num_seats: int, page_size: int, max_seq_len: int
     ) -> dict[str, Any]:
-        """The recording so far, as JSON values. `summary` stands in it as it is."""
-        self._write()
-        hello = {
+        """What stands before the frames."""
+        return {
             "version": VERSION,
             "model": model,
             "mode": mode,
@@ -84,4 +81,8 @@ class Recorder:
             "gap_bounds_ms": GAP_BOUNDS_MS,
             "time": round(1000 * self._zero_at),
         }
+
+    def document(self, hello: dict[str, Any], summary: dict[str, Any]) -> dict[str, Any]:
+        """The recording so far, as JSON values. `summary` stands in it as it is."""
+        self._write()
         return {"format": FORMAT, "hello": hello, "frames": self._frames, "summary": summary}

@@ -84,14 +84,14 @@ def offline(
                 **callbacks,
             )
         if recorder is not None and record is not None:
-            recording = recorder.document(
+            hello = recorder.hello(
                 model=llm.model_name,
                 mode=llm.batching_mode,
                 num_seats=llm.num_seats,
                 page_size=llm.page_size,
                 max_seq_len=llm.max_seq_len,
-                summary=document["summary"],
             )
+            recording = recorder.document(hello, document["summary"])
             record.write_text(json.dumps(recording) + "\n", encoding="utf-8")
         return document
 

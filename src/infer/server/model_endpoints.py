@@ -19,12 +19,12 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import UnprocessableError
 from infer.server.anthropic.messages_body import CountTokensBody
 from infer.server.body_reader import BodyReader
-from infer.server.comparisons import ComparisonBody, Comparisons
+from infer.server.comparisons import ComparisonBody, ComparisonEvents, Comparisons
 from infer.server.http.context import RequestContext
 from infer.server.offload import NUM_BYTES, Offload
 from infer.server.openai.chat import AsChat, ChatBody, plain_messages, rendered_chat
 from infer.server.openai.large_json import json_response, render
-from infer.server.openai.openapi import JSON, document, each, takes
+from infer.server.openai.openapi import EVENTS, JSON, document, each, takes
 from infer.server.openai.responses import InputTokensBody
 from infer.server.openai.schema import Body, DetokenizeBody, TokenizeBody, TokenizeChatBody
 from infer.server.openai.streaming import unless_gone
@@ -171,15 +171,22 @@ class ModelEndpoints:
             }
         )
 
-    @takes(ComparisonBody, refuses=(504,))
+    @takes(ComparisonBody, refuses=(504,), answers=(JSON, EVENTS))
     async def compare(self, http: HttpRequest) -> Response:
         """The batching modes beside one another, on the model that ships: a recording of each."""
         body = await self._bodies.read_object(http)
         wire = await self._bodies.validate(http, ComparisonBody, body)
-        found = await unless_gone(
-            http.receive, self._comparisons.run(wire, tenant_of(http.scope).key.id)
-        )
-        return Response(found, media_type=JSON)
+        owner = tenant_of(http.scope).key.id
+        if not wire.stream:
+            found = await unless_gone(http.receive, self._comparisons.run(wire, owner))
+            return Response(found, media_type=JSON)
+        pieces = self._comparisons.pieces(wire, owner)
+        try:
+            first = await unless_gone(http.receive, anext(pieces))
+        except BaseException:
+            await pieces.aclose()
+            raise
+        return ComparisonEvents(first, pieces)
 
     @takes(answers=("text/plain", "text/html"))
     async def index(self, http: HttpRequest) -> Response:

@@ -26,10 +26,13 @@ log = logging.getLogger("infer.server")
 FOLDER = Path(__file__).parent
 PREFIX = "/ui/"
 START = "index.html"
+WORKER = "sw.js"
+"""the service worker, which keeps the page's files; its scope is the page, above its folder"""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
-    " img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
-    " require-trusted-types-for 'script'; trusted-types lit-html dompurify"
+    " manifest-src 'self'; worker-src 'self'; img-src 'self' data:;"
+    " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+    " require-trusted-types-for 'script'; trusted-types lit-html dompurify infer-worker"
 )
 """the Content-Security-Policy of every file"""
 NEEDED = (
@@ -99,6 +102,8 @@ class Page:
             "cross-origin-opener-policy": "same-origin",
             "cross-origin-resource-policy": "same-origin",
         }
+        if name == WORKER:
+            own["service-worker-allowed"] = "/"
         if _has_tag(headers.get("if-none-match", ""), file.etag):
             return Response(status_code=304, headers=own)
         body = file.body

@@ -81,3 +81,25 @@ export function* rowsOf(columns) {
 export function columnsOf(rows) {
   return Object.fromEntries(Object.keys(rows[0] ?? {}).map((name) => [name, rows.map((row) => row[name])]));
 }
+
+/** A frame with other times and other numbers of requests, as if an earlier stream had gone on.
+ * @param {any} frame @param {{ms: number, number: number}} by what is added */
+export function moved(frame, by) {
+  if (!by.ms && !by.number) return frame;
+  const next = { ...frame, at: frame.at + by.ms };
+  /** @param {Record<string, any>} event */
+  const later = (event) => ("received" in event ? { received: event.received + by.ms } : {});
+  if (frame.events) {
+    next.events = frame.events.map((/** @type {FrameEvent} */ event) => ({ ...event, ...later(event), request: event.request + by.number }));
+  }
+  if (frame.tokens) {
+    next.tokens = Object.fromEntries(Object.entries(frame.tokens).map(([number, count]) => [Number(number) + by.number, count]));
+  }
+  if (frame.requests?.request) {
+    next.requests = {
+      ...frame.requests, request: frame.requests.request.map((/** @type {number} */ each) => each + by.number),
+      received: frame.requests.received.map((/** @type {number} */ each) => each + by.ms),
+    };
+  }
+  return next;
+}

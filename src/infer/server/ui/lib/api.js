@@ -69,10 +69,10 @@ async function errorOf(response) {
 
 /** Ask the server; throws `ApiError` for every answer but 2xx, and where there is none.
  * @param {string} path
- * @param {{method?: string, body?: unknown, signal?: AbortSignal}} [how] */
-export async function ask(path, { method, body, signal } = {}) {
+ * @param {{method?: string, body?: unknown, signal?: AbortSignal, headers?: Record<string, string>}} [how] */
+export async function ask(path, { method, body, signal, headers: more = {} } = {}) {
   /** @type {Record<string, string>} */
-  const headers = {};
+  const headers = { ...more };
   if (apiKey.value) headers.authorization = `Bearer ${apiKey.value}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   let response;
@@ -105,10 +105,10 @@ export async function askJson(path, how) {
   }
 }
 
-/** The events of a stream: name and data of each. Ends when the stream ends; throws `ApiError` of
+/** The events of a stream: name, data and number of each; 0 where it has none. Ends when the stream ends; throws `ApiError` of
  * the kind `lost` where the connection breaks.
  * @param {Response} response @param {AbortSignal} [signal]
- * @returns {AsyncGenerator<{name: string, data: string}>} */
+ * @returns {AsyncGenerator<{name: string, data: string, id: number}>} */
 export async function* events(response, signal) {
   const reader = /** @type {ReadableStream<Uint8Array>} */ (response.body).getReader();
   const decoder = new TextDecoder();
@@ -126,10 +126,11 @@ export async function* events(response, signal) {
       rest += decoder.decode(part.value, { stream: true });
       let end;
       while ((end = rest.indexOf("\n\n")) >= 0) {
-        const event = { name: "message", data: "" };
+        const event = { name: "message", data: "", id: 0 };
         for (const line of rest.slice(0, end).split("\n")) {
           if (line.startsWith("data:")) event.data += line.slice(5).trimStart();
           else if (line.startsWith("event:")) event.name = line.slice(6).trim();
+          else if (line.startsWith("id:")) event.id = Number(line.slice(3)) || 0;
         }
         rest = rest.slice(end + 2);
         if (event.data) yield event;

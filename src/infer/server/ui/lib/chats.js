@@ -1,33 +1,38 @@
-/** `chats`: the conversations of this reader, the one that is open, and the answers in the making. */
+/** `chats`: the conversations of this reader, the one that is open, and what is typed in them. */
 
 import { ApiError, askJson, server } from "./api.js";
-import { Generation } from "./generation.js";
-import { Tree, newConversation, newId, titleOf } from "./records.js";
-import { chatBody, completionBody, modelOf, parsed, streaming } from "./request.js";
-import { addTurn, listSessions, noteKept, prepareSession, readSession, removeSession, renameSession } from "./sessions.js";
+import { Answering } from "./answering.js";
+import { Tree, newConversation, titleOf } from "./records.js";
+import { chatBody } from "./request.js";
+import { listSessions, readSession, removeSession, renameSession } from "./sessions.js";
 import { storage } from "./storage.js";
 import { keep, recall } from "./local.js";
-import { settledIds } from "./token_text.js";
 
 /** @typedef {import("./records.js").Conversation} Conversation */
 /** @typedef {import("./records.js").Message} Message */
 /** @typedef {import("./records.js").TextFile} TextFile */
 
-class Chats extends EventTarget {
+/** @typedef {{text: string, files: TextFile[]}} Draft */
+
+/** How long a conversation that was deleted can be brought back, in milliseconds. */
+const UNDO_MS = 20_000;
+/** Milliseconds without typing after which a draft is written. */
+const DRAFT_MS = 150;
+/** Name of the draft of a conversation that has no message yet. */
+const NEW = "new";
+
+class Chats extends Answering {
   constructor() {
     super();
-    /** @type {Map<string, Conversation>} */
-    this.all = new Map();
-    /** @type {Tree | null} */
-    this.tree = null;
-    /** Answers in the making, by the id of their message. @type {Map<string, Generation>} */
-    this.running = new Map();
-    /** Trees of conversations with running answers. @type {Map<string, Tree>} */
-    this._busy = new Map();
-    /** What is typed and not sent, by conversation. @type {Map<string, {text: string, files: TextFile[]}>} */
+    /** What is typed and not sent, by conversation. @type {Map<string, Draft>} */
     this.drafts = new Map();
-    /** Why the last message of a conversation was not taken. @type {Map<string, ApiError>} */
-    this.errors = new Map();
+    /** What was deleted last. @type {{conversation: Conversation, messages: Message[]} | null} */
+    this.removed = null;
+    /** Answers that another tab makes. @type {Set<string>} */
+    this._elsewhere = new Set();
+    /** @type {ReturnType<typeof setTimeout> | undefined} */
+    this._writing = undefined;
+    addEventListener("pagehide", () => this._writeDraft());
     this.isLoaded = false;
     /** Whether another conversation is being opened. */
     this.isOpening = false;
@@ -35,17 +40,8 @@ class Chats extends EventTarget {
     storage.addEventListener("elsewhere", () => void this._reload());
   }
 
-  changed() {
-    this.dispatchEvent(new Event("change"));
-  }
-
   get current() {
     return this.tree?.conversation ?? null;
-  }
-
-  /** Running answers of a conversation. @param {string} id */
-  isBusy(id) {
-    return this._busy.has(id);
   }
 
   /** Read the list, and open a conversation or a new one. @param {string} id */
@@ -61,7 +57,8 @@ class Chats extends EventTarget {
     const kept = sessions ? [] : [...this.all.values()].filter((each) => each.session);
     const own = [...this._busy.values()].map((tree) => tree.conversation);
     const fresh = [...found, ...kept, ...(sessions ?? []), ...own];
-    this.all = new Map(fresh.map((each) => [each.id, each]));
+    this.all.clear();
+    for (const each of fresh) this.all.set(each.id, each);
     const now = this.tree?.conversation;
     const known = now && this.all.get(now.id);
     if (now && known && known !== now) this.all.set(now.id, known.session ? now : Object.assign(now, known));
@@ -85,19 +82,64 @@ class Chats extends EventTarget {
     else {
       const messages = conversation.session ? await readSession(conversation) : await storage.messages(conversation.id);
       this.tree = new Tree(conversation, messages);
-      await this._markLost(messages);
+      await this._takeUp(this.tree, messages);
     }
   }
 
-  /** Answers whose tab has gone: nobody fills them any more.
-   * @param {Message[]} messages */
-  async _markLost(messages) {
+  /** Answers whose tab has gone: this one takes them up, if the server has them. Those of another tab come when it
+   * writes, or when it has gone.
+   * @param {Tree} tree @param {Message[]} messages */
+  async _takeUp(tree, messages) {
     for (const each of messages.filter((message) => message.finish === "running")) {
+      const lock = `infer-${each.resume?.name.replace(/^page-/, "") ?? each.id}`;
       const isElsewhere = navigator.locks
-        ? await navigator.locks.request(`infer-${each.id}`, { ifAvailable: true }, (lock) => lock === null)
+        ? await navigator.locks.request(lock, { ifAvailable: true }, (found) => found === null)
         : Date.now() - (each.figures?.startedAt ?? 0) < 5000;
-      if (!isElsewhere) each.finish = "lost";
+      if (!isElsewhere && each.resume && `page-${each.id}` === each.resume.name) void this.resume(tree, each);
+      else if (!isElsewhere && !each.resume) each.finish = "lost";
+      else if (isElsewhere && !this._elsewhere.has(lock)) {
+        this._elsewhere.add(lock);
+        void navigator.locks?.request(lock, () => { this._elsewhere.delete(lock); }).then(() => this._reload());
+      }
     }
+  }
+
+  /** The draft of the open conversation, which may be changed; `keepDraft` keeps it. @returns {Draft} */
+  get draft() {
+    const id = this.current?.id ?? "";
+    let draft = this.drafts.get(id);
+    if (!draft) this.drafts.set(id, (draft = { text: "", files: [] }));
+    return draft;
+  }
+
+  /** Keep what is typed and not sent. @param {string} id @param {string} text @param {TextFile[]} files */
+  keepDraft(id, text, files) {
+    this.drafts.set(id, { text, files });
+    clearTimeout(this._writing);
+    this._writing = setTimeout(() => this._writeDraft(), DRAFT_MS);
+  }
+
+  _writeDraft() {
+    clearTimeout(this._writing);
+    for (const [id, draft] of this.drafts) void storage.writeDraft(this.all.has(id) ? id : NEW, draft.text || draft.files.length ? draft : null);
+    if (storage.problem) return; // then they are here or nowhere
+    for (const id of this.drafts.keys()) if (id !== this.current?.id) this.drafts.delete(id);
+  }
+
+  /** The draft is sent. @param {string} id */
+  dropDraft(id) {
+    this.drafts.delete(id);
+    clearTimeout(this._writing);
+    void storage.writeDraft(this.all.has(id) ? id : NEW, null);
+  }
+
+  async _readDraft() {
+    const id = this.current?.id ?? "";
+    const found = await storage.draft(this.all.has(id) ? id : NEW);
+    const { text, files } = this.drafts.get(id) ?? { text: "", files: [] };
+    if (!found || text || files.length || this.current?.id !== id) return;
+    this.drafts.set(id, found);
+    this.changed();
   }
 
   /** Open a conversation; "" or an unknown id opens a new one. @param {string} id */
@@ -115,9 +157,18 @@ class Chats extends EventTarget {
       }
     } else if (!this.current || this.all.has(this.current.id)) {
       const last = recall("defaults", /** @type {Record<string, any>} */ ({}));
-      this.tree = new Tree(newConversation({ sampling: { ...last } }), []);
+      const system = recall("system", "");
+      this.tree = new Tree(newConversation({ sampling: { ...last }, system }), []);
     }
     this.changed();
+    await this._readDraft();
+  }
+
+  /** Let a model answer in the open conversation, and in new ones. @param {string} model */
+  async setModel(model) {
+    server.choose(model);
+    if (this.current) this.current.sampling.model = model;
+    await this.keepSettings();
   }
 
   /** Write the settings of the open conversation. New ones begin with its sampling. */
@@ -134,6 +185,15 @@ class Chats extends EventTarget {
     if (conversation && !this.all.has(conversation.id)) return;
     const isSession = conversation ? conversation.session : this.all.get(messages[0]?.conversation)?.session;
     if (!isSession) await storage.write(conversation, messages);
+  }
+
+  /** @param {Conversation} conversation @param {Message[]} messages */
+  async _unwrite(conversation, messages) {
+    if (!this.all.has(conversation.id)) await storage.removeConversation(conversation.id);
+    else {
+      await storage.removeMessages(conversation.id, messages.map((each) => each.id));
+      await this._write(conversation);
+    }
   }
 
   /** @param {Conversation} conversation @param {string} title */
@@ -160,202 +220,36 @@ class Chats extends EventTarget {
     for (const each of this.running.values()) {
       if (each.message.conversation === conversation.id) each.stop();
     }
-    if (conversation.session) await removeSession(conversation);
-    else await storage.removeConversation(conversation.id);
     this.all.delete(conversation.id);
-    if (this.current?.id === conversation.id) await this.open("");
+    if (conversation.session) await removeSession(conversation);
+    else {
+      const removed = { conversation, messages: await storage.messages(conversation.id) };
+      await storage.removeConversation(conversation.id);
+      this.removed = removed;
+      setTimeout(() => {
+        if (this.removed === removed) this.removed = null;
+        this.changed();
+      }, UNDO_MS);
+    }
+    if (this.current?.id === conversation.id) {
+      this.tree = null; // else it would be taken for a new one, which has no record yet
+      await this.open("");
+    }
     this.changed();
   }
 
-  /** @param {Tree} tree @param {string | null} parent @param {Message["role"]} role
-   * @param {Partial<Message>} fields @returns {Message} */
-  _new(tree, parent, role, fields) {
-    const message = { id: newId(), conversation: tree.conversation.id, parent, role, content: "", created: Date.now(), ...fields };
-    tree.add(message);
-    tree.choose(message);
-    return message;
-  }
-
-  /** Send a message below the shown leaf, or below `parent` in place of a sibling.
-   * @param {string} text @param {TextFile[]} files @param {string | null} [parent] */
-  async send(text, files, parent) {
-    const tree = this.tree;
-    if (!tree) return;
-    const before = { ...tree.conversation.chosen };
-    const above = parent === undefined ? tree.path().at(-1)?.id ?? null : parent;
-    const question = this._new(tree, above, "user", { content: text, ...(files.length ? { files } : {}) });
-    if (!tree.conversation.title) tree.conversation.title = titleOf(text || files[0]?.name || "");
-    const given = () => {
-      tree.remove(question);
-      if (!this.all.has(tree.conversation.id)) tree.conversation.title = "";
-      tree.conversation.chosen = before;
-      this.drafts.set(tree.conversation.id, { text, files });
-    };
-    await this._answer(tree, question, given);
-  }
-
-  /** Give the results of the calls of an answer, and go on.
-   * @param {Message} asked @param {Array<{id: string, text: string}>} results */
-  async sendResults(asked, results) {
-    const tree = this.tree;
-    if (!tree) return;
-    let above = asked;
-    const added = results.map(({ id, text }) => {
-      above = this._new(tree, above.id, "tool", { content: text, toolCallId: id });
-      return above;
-    });
-    await this._answer(tree, above, () => added.reverse().forEach((each) => tree.remove(each)));
-  }
-
-  /** Make an answer again, as a sibling. @param {Message} answer */
-  async regenerate(answer) {
-    const tree = this.tree;
-    const question = tree?.byId.get(answer.parent ?? "");
-    if (tree && question) await this._answer(tree, question, () => tree.choose(answer));
-  }
-
-  /** The answer to a message that has none. @param {Message} question */
-  async answer(question) {
-    if (this.tree) await this._answer(this.tree, question, () => {});
-  }
-
-  /** @param {Tree} tree @param {Message} question @param {() => void} undo */
-  async _answer(tree, question, undo) {
-    const { conversation } = tree;
-    if (conversation.session || (recall("newOnServer", false) && !this.all.has(conversation.id))) {
-      if (!(await this._isReady(tree, question, undo))) return;
+  /** Bring back what was deleted last. */
+  async undo() {
+    const { removed } = this;
+    this.removed = null;
+    if (removed) {
+      this.all.set(removed.conversation.id, removed.conversation);
+      const messages = removed.messages.map(({ resume: _, ...each }) => ({ ...each, ...(each.finish === "running" ? { finish: "stopped" } : {}) }));
+      await storage.write(removed.conversation, messages);
+      await this.open(removed.conversation.id);
     }
-    const path = tree.pathTo(question);
-    const body = { ...chatBody(conversation, path), ...streaming(conversation.sampling.stream !== false) };
-    if (conversation.session) addTurn(conversation, body, path);
-    const message = this._new(tree, question.id, "assistant", { schema: parsed(conversation.schema) ?? null });
-    await this._run(tree, message, "/v1/chat/completions", body, 0, path.slice(-2), undo);
-  }
-
-  /** Whether the session of a conversation can take what ends with a message.
-   * @param {Tree} tree @param {Message} last @param {() => void} undo */
-  async _isReady(tree, last, undo) {
-    try {
-      await prepareSession(tree, last);
-      this.all.set(tree.conversation.id, tree.conversation);
-      return true;
-    } catch (error) {
-      undo();
-      this._refused(tree.conversation, error);
-      return false;
-    }
-  }
-
-  /** Go on where an answer broke off, or from token ids of the reader's choice, as a sibling.
-   * @param {Message} answer @param {{ids: number[], text: string}} [from] */
-  async goOn(answer, from) {
-    const tree = this.tree;
-    if (!tree) return;
-    const { conversation } = tree;
-    let ids = from?.ids ?? answer.tokenIds ?? [];
-    const isExact = answer.promptIds?.length && ids.length && !answer.reasoning && !answer.toolCalls?.length && !conversation.session;
-    if (from && !isExact) return;
-    const undo = () => tree.choose(answer);
-    if (!isExact) {
-      await this._goOnFromText(tree, answer, undo);
-      return;
-    }
-    const prompt = /** @type {number[]} */ (answer.promptIds);
-    const text = from?.text ?? answer.content;
-    const asked = answer.figures?.model ?? "";
-    const isThere = !server.models.length || server.models.some((each) => each.id === asked);
-    const model = asked && isThere ? asked : modelOf(conversation);
-    if (!from && answer.finish !== "length") ids = await settledIds(model, ids, answer.content);
-    if (this.isBusy(conversation.id)) return;
-    const message = this._new(tree, answer.parent, "assistant", { content: text, promptIds: prompt, tokenIds: [...ids] });
-    const numMade = from || answer.finish === "length" ? 0 : ids.length;
-    const body = { ...completionBody(conversation, [...prompt, ...ids], model, numMade), ...streaming(true) };
-    await this._run(tree, message, "/v1/completions", body, ids.length, [], undo);
-  }
-
-  /** Go on where the text of an answer ends. A session has one version of it.
-   * @param {Tree} tree @param {Message} answer @param {() => void} undo */
-  async _goOnFromText(tree, answer, undo) {
-    if (tree.conversation.session && !(await this._isReady(tree, answer, undo))) return;
-    const { conversation } = tree;
-    const path = tree.pathTo(answer);
-    const body = { ...chatBody(conversation, path), ...streaming(true), continue_final_message: true };
-    if (conversation.session) addTurn(conversation, body, path);
-    const message = this._new(tree, answer.parent, "assistant", { content: answer.content });
-    const begun = conversation.session ? () => tree.remove(tree.byId.get(answer.id) ?? answer) : undefined;
-    await this._run(tree, message, "/v1/chat/completions", body, 0, [], undo, begun);
-  }
-
-  /** @param {Tree} tree @param {Message} message @param {string} path @param {Record<string, any>} body
-   * @param {number} numGiven @param {Message[]} before messages to keep with it @param {() => void} undo
-   * @param {() => void} [begun] what is done once the server has taken the request */
-  async _run(tree, message, path, body, numGiven, before, undo, begun) {
-    const { conversation } = tree;
-    const generation = new Generation(message, path, body, (each) => void this._write(null, [each]));
-    generation.numGiven = numGiven;
-    message.finish = "running";
-    this.running.set(message.id, generation);
-    this._busy.set(conversation.id, tree);
-    this.errors.delete(conversation.id);
-    generation.addEventListener("begin", () => {
-      begun?.();
-      conversation.updated = Date.now();
-      this.all.set(conversation.id, conversation);
-      void this._write(conversation, [...before, message]);
-      this.changed();
-    });
     this.changed();
-    const run = () => generation.run();
-    try {
-      if (navigator.locks) await navigator.locks.request(`infer-${message.id}`, run);
-      else await run();
-      if (!generation.hasBegun) this._takeBack(tree, message, undo);
-      else void this._readTrace(message);
-      if (conversation.session) noteKept(tree, message);
-    } catch (error) {
-      this._takeBack(tree, message, undo);
-      this._refused(conversation, error);
-    } finally {
-      this.running.delete(message.id);
-      const isBusy = [...this.running.values()].some((each) => each.message.conversation === conversation.id);
-      if (!isBusy) this._busy.delete(conversation.id);
-      this.changed();
-      this.dispatchEvent(new CustomEvent("ended", { detail: message }));
-    }
-  }
-
-  /** Take the time of decoding and the restarts from the server's trace: the browser's clock sees
-   * when pieces were read, which is late and all at once while the page is busy.
-   * @param {Message} message */
-  async _readTrace(message) {
-    const { figures } = message;
-    if (!figures?.requestId) return;
-    const query = figures.model ? `?model=${encodeURIComponent(figures.model)}` : "";
-    const read = () => askJson(`/v1/requests/${encodeURIComponent(figures.requestId)}${query}`).catch(() => null);
-    let trace = await read();
-    if (trace?.total_ms === null) {
-      await new Promise((done) => setTimeout(done, 200));
-      trace = await read();
-    }
-    if (!trace) return;
-    if (trace.first_token_ms && trace.total_ms) figures.decodeMs = trace.total_ms - trace.first_token_ms;
-    if (trace.restarts) figures.restarts = trace.restarts;
-    await this._write(null, [message]);
-    this.changed();
-  }
-
-  /** @param {Tree} tree @param {Message} message @param {() => void} undo */
-  _takeBack(tree, message, undo) {
-    tree.remove(message);
-    undo();
-  }
-
-  /** @param {Conversation} conversation @param {unknown} error */
-  _refused(conversation, error) {
-    const known = error instanceof ApiError ? error : new ApiError("failed", String(error));
-    this.errors.set(conversation.id, known);
-    if (known.kind === "model" || known.kind === "busy" || known.kind === "offline") void server.refresh();
-    this.changed();
+    return removed?.conversation ?? null;
   }
 
   /** Put a text of the reader's own in place of an answer, as a sibling.
@@ -372,15 +266,13 @@ class Chats extends EventTarget {
 
   /** Show another sibling. @param {Message} message */
   async choose(message) {
-    this.tree?.choose(message);
-    await this._write(this.current);
+    const { tree } = this;
+    if (!tree) return;
+    tree.choose(message);
+    const group = message.together ? tree.children(message.parent).filter((each) => each.together === message.together) : [];
+    for (const each of group) delete each.together;
+    await this._write(tree.conversation, group);
     this.changed();
-  }
-
-  stopAll() {
-    for (const each of this.running.values()) {
-      if (each.message.conversation === this.current?.id) each.stop();
-    }
   }
 
   /** How many tokens a text would add to the open conversation's prompt, and the model's limit.

@@ -5,6 +5,38 @@ import { plainLine } from "./records.js";
 
 export const MAX_BYTES = 1024 * 1024;
 const MAX_FILES = 10;
+/** Characters of a pasted text from which on it becomes a file. */
+export const LONG_PASTE = 2500;
+/** First bytes of files that are no text, by what they are: `picture`, `pdf`, `archive`, `media` or `program`. Letters stand
+ * for themselves, `?` for any byte. @type {Array<[string, string]>} */
+const SIGNATURES = [
+  ["picture", "\x89PNG"], ["picture", "\xff\xd8\xff"], ["picture", "GIF8"], ["picture", "RIFF????WEBP"], ["picture", "BM????\0\0"],
+  ["picture", "II*\0"], ["picture", "MM\0*"], ["picture", "????ftypavif"], ["picture", "????ftyphei"], ["pdf", "%PDF-"],
+  ["archive", "PK\x03\x04"], ["archive", "\x1f\x8b\x08"], ["archive", "7z\xbc\xaf"], ["archive", "Rar!"], ["archive", "BZh"], ["archive", "\xfd7zXZ"],
+  ["archive", "\xd0\xcf\x11\xe0"], ["media", "ID3"], ["media", "OggS"], ["media", "fLaC"], ["media", "RIFF????WAVE"], ["media", "RIFF????AVI "],
+  ["media", "????ftyp"], ["media", "\x1a\x45\xdf\xa3"], ["program", "\x7fELF"], ["program", "MZ"], ["program", "\xca\xfe\xba\xbe"], ["program", "\0asm"],
+];
+
+/** What a file is by its first bytes; "" where they may be text. @param {Uint8Array} head */
+function kindOf(head) {
+  const fits = (/** @type {string} */ signature) => head.length >= signature.length
+    && Array.from(signature).every((char, i) => char === "?" || head[i] === char.charCodeAt(0));
+  const found = SIGNATURES.find(([, signature]) => fits(signature));
+  // Two letters alone may begin a text.
+  if (!found || (found[1].length < 3 && !head.includes(0))) return "";
+  return found[0];
+}
+
+/** A long text that was pasted, as a file; or why it is not taken.
+ * @param {string} text @param {import("./records.js").TextFile[]} before files that the message has already */
+export function pastedFile(text, before) {
+  const numBytes = new Blob([text]).size;
+  let name = t("files.pasted");
+  for (let i = 2; before.some((each) => each.name === name); i++) name = `${t("files.pasted")} ${i}`;
+  if (before.length >= MAX_FILES) return { fault: t("files.many", { name, n: MAX_FILES }) };
+  if (numBytes > MAX_BYTES) return { fault: t("files.long", { name, size: size(numBytes), most: size(MAX_BYTES) }) };
+  return { file: { name, size: numBytes, text } };
+}
 
 /** Read files as text. Those that are no text, or too long, are named with the reason.
  * @param {File[]} files @param {number} numBefore files that the message has already */
@@ -17,6 +49,12 @@ export async function readFiles(files, numBefore) {
     const name = plainLine(file.name).slice(0, 120) || "?";
     if (numBefore + taken.length >= MAX_FILES) {
       faults.push(t("files.many", { name, n: MAX_FILES }));
+      continue;
+    }
+    const head = await file.slice(0, 16).arrayBuffer().catch(() => new ArrayBuffer(0));
+    const kind = kindOf(new Uint8Array(head));
+    if (kind) {
+      faults.push(t(`files.${kind}`, { name }));
       continue;
     }
     if (file.size > MAX_BYTES) {

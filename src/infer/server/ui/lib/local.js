@@ -25,3 +25,25 @@ export function keep(name, value) {
     // The choice lasts as long as the page.
   }
 }
+
+/** Where a reader was in a conversation, as long as the tab is open. @typedef {{first: string, top: number}} Place */
+
+/** @param {string} id @returns {Place | null} */
+export function placeIn(id) {
+  try {
+    const found = JSON.parse(sessionStorage.getItem(`${PREFIX}place.${id}`) ?? "null");
+    return typeof found?.first === "string" && Number.isFinite(found.top) ? found : null;
+  } catch {
+    return null;
+  }
+}
+
+/** @param {string} id @param {Place | null} place null: at the end */
+export function keepPlace(id, place) {
+  try {
+    if (place) sessionStorage.setItem(`${PREFIX}place.${id}`, JSON.stringify(place));
+    else sessionStorage.removeItem(`${PREFIX}place.${id}`);
+  } catch {
+    // The end is shown next time.
+  }
+}

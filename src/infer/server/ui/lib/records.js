@@ -5,8 +5,9 @@
 /** @typedef {{id: string, type: "function", function: {name: string, arguments: string}}} ToolCall */
 /** @typedef {{requestId: string, model: string, promptTokens: number, cachedTokens: number,
  *   completionTokens: number, firstMs: number | null, totalMs: number | null,
- *   decodeMs?: number, restarts?: number, startedAt: number}} Figures decodeMs: from the first to the
- *   last token, by the server's clock; restarts: of the engine, which the answer survived */
+ *   decodeMs?: number, restarts?: number, truncated?: number, startedAt: number}} Figures decodeMs: from the first to the
+ *   last token, by the server's clock; restarts: of the engine, which the answer survived; truncated:
+ *   the oldest messages that the prompt was without */
 /**
  * @typedef {object} Message
  * @property {string} id
@@ -25,6 +26,9 @@
  * @property {string} [problem] what the server said where the answer broke off
  * @property {Figures} [figures]
  * @property {object | null} [schema] the JSON schema that the answer was to fit
+ * @property {string} [together] answers that were made at once, and none of which was chosen yet, have the same
+ * @property {{name: string, at: number, numGiven: number}} [resume] how a running answer is found at the server: the
+ *   request's name, and the number of the last event that is in the message
  * @property {boolean} [isKept] whether the server's session has it
  */
 /**
@@ -40,6 +44,8 @@
  * @property {string} schema JSON schema of the answers
  * @property {Record<string, any>} sampling
  * @property {Record<string, string>} chosen by parent ("" = the root): the child that is shown
+ * @property {string} [origin] id of the conversation that it was imported from
+ * @property {boolean} [forgets] whether the oldest messages are left out where the context is full
  * @property {string} [session] id of the server's session, where it is kept there
  */
 

@@ -125,10 +125,12 @@ export function messagesOf(path) {
   });
 }
 
-/** The body of a chat completion. @param {Conversation} conversation @param {Message[]} path */
-export function chatBody(conversation, path) {
+/** The body of a chat completion. @param {Conversation} conversation @param {Message[]} path
+ * @param {string} [model] in place of the conversation's */
+export function chatBody(conversation, path, model) {
   /** @type {Record<string, any>} */
-  const body = { model: modelOf(conversation), messages: messagesOf(path), ...samplingOf(conversation) };
+  const body = { model: model ?? modelOf(conversation), messages: messagesOf(path), ...samplingOf(conversation) };
+  if (conversation.forgets) body.truncation = "auto";
   if (conversation.system) body.messages.unshift({ role: "system", content: conversation.system });
   const tools = parsed(conversation.tools);
   if (Array.isArray(tools) && tools.length) {
@@ -146,7 +148,7 @@ export function chatBody(conversation, path) {
 /** How the answer is sent. @param {boolean} isStreamed */
 export function streaming(isStreamed) {
   if (!isStreamed) return { return_token_ids: true };
-  return { stream: true, stream_options: { include_usage: true }, return_token_ids: true };
+  return { stream: true, stream_options: { include_usage: true, include_status: true }, return_token_ids: true };
 }
 
 /** The body that goes on from token ids, so that the text has no seam.
@@ -158,4 +160,20 @@ export function completionBody(conversation, ids, model, numMade) {
   const room = server.models.find((each) => each.id === model)?.max_model_len ?? ids.length + 256;
   const left = Math.max(1, room - ids.length);
   return { model, prompt: ids, ...sampling, max_tokens: Math.max(1, Math.min(most ? most - numMade : left, left)) };
+}
+
+/** Tools of a file: OpenAI's definitions, functions with their JSON Schema, or JSON Schemas of arguments; null where it has
+ * none. @param {any} value @param {string} name of a schema that has none */
+export function toolsOf(value, name) {
+  const list = Array.isArray(value) ? value : Array.isArray(value?.tools) ? value.tools : [value];
+  const tools = list.map((/** @type {any} */ each, /** @type {number} */ i) => {
+    if (!each || typeof each !== "object") return null;
+    if (each.type === "function" && typeof each.function?.name === "string") return each;
+    const schema = each.parameters ?? each.inputSchema ?? each.input_schema ?? (each.properties ? each : null);
+    if (!schema || typeof schema !== "object") return null;
+    const called = String(each.name ?? each.title ?? (i ? `${name}_${i + 1}` : name)).replace(/[^\w-]+/g, "_").slice(0, 64);
+    const { description } = each;
+    return { type: "function", function: { name: called, ...(typeof description === "string" ? { description } : {}), parameters: schema } };
+  });
+  return tools.length && tools.every(Boolean) ? tools : null;
 }

@@ -6,7 +6,7 @@ import { openDB } from "../vendor/core.js";
 /** @typedef {import("./records.js").Message} Message */
 
 const NAME = "infer";
-const VERSION = 1;
+const VERSION = 2;
 
 class Storage extends EventTarget {
   constructor() {
@@ -31,9 +31,12 @@ class Storage extends EventTarget {
     this._opening ??= (async () => {
       try {
         return await openDB(NAME, VERSION, {
-          upgrade(database) {
-            database.createObjectStore("conversations", { keyPath: "id" });
-            database.createObjectStore("messages", { keyPath: "id" }).createIndex("conversation", "conversation");
+          upgrade(database, before) {
+            if (before < 1) {
+              database.createObjectStore("conversations", { keyPath: "id" });
+              database.createObjectStore("messages", { keyPath: "id" }).createIndex("conversation", "conversation");
+            }
+            if (before < 2) database.createObjectStore("drafts", { keyPath: "id" });
           },
           blocking: (_now, _next, event) => /** @type {IDBDatabase} */ (event.target).close(),
           terminated: () => { this._opening = null; },
@@ -132,8 +135,27 @@ class Storage extends EventTarget {
     this._channel?.postMessage(id);
   }
 
+  /** What was typed in a conversation and not sent. @param {string} id */
+  async draft(id) {
+    const found = await (await this._database())?.get("drafts", id).catch(() => null);
+    return found && typeof found.text === "string" && areFiles(found.files ?? null)
+      ? { text: /** @type {string} */ (found.text), files: /** @type {import("./records.js").TextFile[]} */ (found.files) } : null;
+  }
+
+  /** @param {string} id @param {{text: string, files: import("./records.js").TextFile[]} | null} draft null: there is none any more */
+  async writeDraft(id, draft) {
+    const database = await this._database();
+    try {
+      if (draft) await database?.put("drafts", { id, ...draft });
+      else await database?.delete("drafts", id);
+    } catch {
+      this._fail("full");
+    }
+  }
+
   /** @param {string} id */
   async removeConversation(id) {
+    void this.writeDraft(id, null);
     const messages = (await this.messages(id)).map((each) => each.id);
     this._conversations.delete(id);
     const database = await this._database();
@@ -159,7 +181,13 @@ export function isMessage(each) {
     && Number.isFinite(each.created)
     && ["reasoning", "toolCallId", "finish", "problem"].every((name) => ["undefined", "string"].includes(typeof each[name]))
     && areIds(each.promptIds) && areIds(each.tokenIds) && areCalls(each.toolCalls) && areFiles(each.files)
-    && (each.figures === undefined || isObject(each.figures));
+    && ["undefined", "string"].includes(typeof each.together)
+    && (each.figures === undefined || isObject(each.figures)) && isResume(each.resume);
+}
+
+/** @param {any} each */
+function isResume(each) {
+  return each === undefined || (isObject(each) && /^[\w.-]{1,128}$/.test(each.name) && Number.isInteger(each.at) && Number.isInteger(each.numGiven));
 }
 
 /** @param {any} each */

@@ -31,18 +31,29 @@ export function imported(text) {
   const value = JSON.parse(text);
   const list = value?.format === FORMAT ? value.conversations : Array.isArray(value) ? value : [value];
   if (!Array.isArray(list)) throw new Error("conversations");
-  /** @type {Array<{conversation: Conversation, messages: Message[]}>} */
+  /** @type {Array<{conversation: Conversation, messages: Message[], origin: string}>} */
   const found = [];
   /** @type {string[]} */
   const leftOut = [];
   for (const [i, each] of list.entries()) {
     const read = value?.format === FORMAT ? ownOf(each) : llamaOf(each);
     const name = each?.conversation?.title ?? each?.conv?.name ?? each?.conversation?.id;
-    if (read) found.push(read);
+    if (read) found.push({ ...read, origin: String(each.conversation?.origin ?? each.conversation?.id ?? each.conv?.id ?? "") });
     else leftOut.push(plainLine(String(name ?? `#${i + 1}`)).slice(0, 60) || `#${i + 1}`);
   }
   if (!found.length && !leftOut.length) throw new Error("conversations");
   return { found, leftOut };
+}
+
+/** Whether this browser has a conversation with all messages of another one, which comes from the same.
+ * @param {{messages: Message[], origin: string}} read @param {Conversation[]} all */
+export async function isHere({ messages, origin }, all) {
+  const keyOf = (/** @type {Message} */ each) => `${each.role} ${each.created} ${each.content}`;
+  for (const each of all.filter((other) => origin && (other.id === origin || other.origin === origin))) {
+    const there = new Set((await storage.messages(each.id)).map(keyOf));
+    if (messages.every((message) => there.has(keyOf(message)))) return true;
+  }
+  return false;
 }
 
 /** @param {any} each */
@@ -65,8 +76,8 @@ function renamed(old, messages) {
     return to === undefined || below === undefined ? [] : [[to, below]];
   }));
   const conversation = newConversation({ ...rest, chosen });
-  const moved = messages.map((each) => ({
-    ...each, id: /** @type {string} */ (ids.get(each.id)), conversation: conversation.id,
+  const moved = messages.map(({ resume: _r, ...each }) => ({
+    ...each, ...(each.finish === "running" ? { finish: "lost" } : {}), id: /** @type {string} */ (ids.get(each.id)), conversation: conversation.id,
     parent: each.parent === null ? null : /** @type {string} */ (ids.get(each.parent)),
   }));
   return { conversation, messages: moved };

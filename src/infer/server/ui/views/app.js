@@ -1,12 +1,13 @@
 /** `<infer-app>`: the frame of the page: side bar, top bar, a view, dialogs, and the keys. */
 
-import { html, nothing } from "../vendor/core.js";
+import { html, live, nothing } from "../vendor/core.js";
 import { server } from "../lib/api.js";
 import { chats } from "../lib/chats.js";
 import { PageElement } from "../lib/element.js";
 import { glyphs } from "../lib/glyphs.js";
 import { language, t } from "../lib/i18n.js";
 import { recall } from "../lib/local.js";
+import { modelOf } from "../lib/request.js";
 import { go, place } from "../routes.js";
 import { speech } from "../lib/speech.js";
 import "./sidebar.js";
@@ -42,7 +43,10 @@ class InferApp extends PageElement {
     super.connectedCallback();
     this.classList.add("app");
     const { view, id } = place();
-    void chats.load(view.name === "chat" ? id : "");
+    void chats.load(view.name === "chat" ? id : "").then(() => {
+      // A phone would show its keyboard.
+      if (view.name === "chat" && document.activeElement === document.body && matchMedia("(pointer: fine)").matches) this._focusField();
+    });
     void this._moved(true);
   }
 
@@ -99,18 +103,27 @@ class InferApp extends PageElement {
       this._new();
     } else if (event.key === "?" && !isTyping && !command && !this.dialog) {
       void this._open("help");
-    } else if (event.key === "Escape" && this.drawer) {
+    } else if (event.key === "/" && !isTyping && !command && !this.dialog && place().view.name === "chat") {
+      this._focusField();
+    } else if (event.key === "Escape" && !this.dialog) {
+      const isBusy = chats.current && chats.isBusy(chats.current.id);
+      if (!this.drawer && !isBusy) return;
+      // The list is only in the way in a narrow window; what was asked for last must not keep an answer going.
       this.drawer = false;
-    } else if (event.key === "Escape" && !this.dialog && chats.current && chats.isBusy(chats.current.id)) {
-      chats.stopAll();
+      if (isBusy) chats.stopAll();
+      if (place().view.name === "chat") this._focusField();
     } else return;
     event.preventDefault();
+  }
+
+  _focusField() {
+    /** @type {HTMLElement | null} */ (this.querySelector(".composer textarea"))?.focus({ preventScroll: true });
   }
 
   _new() {
     this.drawer = false;
     go("chat");
-    void chats.open("").then(() => /** @type {HTMLElement | null} */ (this.querySelector(".composer textarea"))?.focus());
+    void chats.open("").then(() => this._focusField());
   }
 
   render() {
@@ -125,8 +138,8 @@ class InferApp extends PageElement {
         <header class="topbar">
           <button class="icon menu-button" aria-label=${t("act.menu")} aria-expanded=${this.drawer}
             @click=${() => { this.drawer = true; }}>${glyphs.menu()}</button>
-          <h1 class="grow clip" dir="auto">${view.name === "chat" ? chats.current?.title || t("chat.new") : t(view.title)}</h1>
-          ${this._models()}
+          <h1 class="clip">${this._models()}</h1>
+          <span class="grow clip small quiet title" dir="auto">${view.name === "chat" ? chats.current?.title || t("chat.new") : t(view.title)}</span>
           <button class="icon" aria-label=${t("act.settings")} title=${t("act.settings")}
             @click=${() => this._open("settings")}>${glyphs.tune()}</button>
         </header>
@@ -166,10 +179,11 @@ class InferApp extends PageElement {
     if (!models.length) return html`<span class="quiet small">…</span>`;
     /** @param {{id: string, status?: string, reason?: string | null}} each */
     const label = (each) => (each.status && each.status !== "loaded" ? `${each.id} · ${t(`model.${each.status}`)}` : each.id);
-    if (models.length === 1) return html`<span class="quiet small clip" title=${models[0].reason ?? nothing}>${label(models[0])}</span>`;
-    return html`<select aria-label=${t("model.choose")} title=${server.current?.reason ?? nothing}
-      @change=${(/** @type {Event} */ event) => server.choose(/** @type {HTMLSelectElement} */ (event.target).value)}>
-      ${models.map((each) => html`<option value=${each.id} title=${each.reason ?? nothing} ?selected=${each.id === server.current?.id}>${label(each)}</option>`)}
+    const chosen = chats.current ? modelOf(chats.current) : server.current?.id;
+    if (models.length === 1) return html`<span title=${models[0].reason ?? nothing}>${label(models[0])}</span>`;
+    return html`<select aria-label=${t("model.choose")} title=${models.find((each) => each.id === chosen)?.reason ?? nothing}
+      @change=${(/** @type {Event} */ event) => chats.setModel(/** @type {HTMLSelectElement} */ (event.target).value)}>
+      ${models.map((each) => html`<option value=${each.id} title=${each.reason ?? nothing} .selected=${live(each.id === chosen)}>${label(each)}</option>`)}
     </select>`;
   }
 

@@ -2,18 +2,20 @@
  * after the other and played one above the other on one time axis. */
 
 import { html, nothing } from "../vendor/core.js";
-import { ApiError, askJson } from "../lib/api.js";
+import { ApiError, ask, events } from "../lib/api.js";
 import { PageElement } from "../lib/element.js";
 import { sentence } from "../lib/errors.js";
 import { duration, number, rate, t } from "../lib/i18n.js";
 import { colours, drawLanes, lanes } from "../engine/draw.js";
-import { played, save } from "../engine/recording.js";
+import { History } from "../engine/history.js";
+import { FORMAT, played, save } from "../engine/recording.js";
 
 /** @typedef {import("../engine/recording.js").Recording} Recording */
 
 class ComparisonView extends PageElement {
   static properties = {
     recordings: { attribute: false }, isRunning: { state: true }, error: { state: true }, isPlaying: { state: true },
+    numModes: { state: true },
   };
 
   constructor() {
@@ -23,6 +25,10 @@ class ComparisonView extends PageElement {
     this.isRunning = false;
     this.isPlaying = false;
     this.error = "";
+    /** Modes whose lanes are shown. */
+    this.numModes = 0;
+    /** Requests that have ended, in all modes, and their number. */
+    this.progress = { done: 0, of: 1 };
     this.workload = "mixed";
     this.seats = 8;
     /** @type {import("../engine/history.js").History[]} */
@@ -50,7 +56,8 @@ class ComparisonView extends PageElement {
 
   /** @param {Map<string, unknown>} changed */
   willUpdate(changed) {
-    if (!changed.has("recordings")) return;
+    if (!changed.has("recordings") || this.isRunning) return;
+    this.numModes = this.recordings.length;
     this.histories = this.recordings.map(played);
     this.longest = Math.max(1, ...this.histories.map((each) => each.now - this._begin(each)));
     this.at = this.longest;
@@ -66,18 +73,48 @@ class ComparisonView extends PageElement {
     return history.replica("").steps.at[0] ?? history.start;
   }
 
-  async _run() {
+  /** Compute a comparison, and draw it meanwhile. */
+  async run() {
+    if (this.isRunning) return;
     this._stop = new AbortController();
     this.isRunning = true;
+    this.isPlaying = false;
     this.error = "";
+    /** @type {Recording[]} */
+    const found = [];
+    Object.assign(this, { recordings: [], histories: [], numModes: 0, progress: { done: 0, of: 1 } });
     try {
-      const body = { workload: this.workload, seats: this.seats };
-      const found = await askJson("/v1/engine/comparisons", { body, signal: this._stop.signal });
-      this.recordings = found.recordings;
+      const { signal } = this._stop;
+      const body = { workload: this.workload, seats: this.seats, stream: true };
+      const response = await ask("/v1/engine/comparisons", { body, signal });
+      for await (const { name, data } of events(response, signal)) this._take(found, name, JSON.parse(data));
+      if (!signal.aborted && found.some((each) => !each.summary)) throw new ApiError("lost", "");
     } catch (error) {
       if (!this._stop.signal.aborted) this.error = error instanceof ApiError ? sentence(error) : String(error);
     }
     this.isRunning = false;
+    this.recordings = found.filter((each) => each.summary);
+  }
+
+  /** @param {Recording[]} found @param {string} name @param {any} data */
+  _take(found, name, data) {
+    const recording = found[found.length - 1];
+    const history = this.histories[this.histories.length - 1];
+    if (name === "comparison") this.progress.of = data.modes.length * data.num_requests;
+    else if (name === "error") throw new ApiError("failed", String(data.error?.message ?? ""));
+    else if (name === "hello") {
+      found.push({ format: FORMAT, hello: data, frames: [] });
+      this.histories.push(new History(data));
+      this.numModes = this.histories.length;
+    } else if (name === "summary") recording.summary = data;
+    else if (name === "frame") {
+      recording.frames.push(data);
+      history.take(data);
+      this.progress.done += (data.events ?? []).filter((/** @type {any} */ event) => event.event === "finished").length;
+      this.longest = Math.max(1000, ...this.histories.map((each) => each.now - this._begin(each)));
+      this.at = this.longest;
+      this._draw();
+    }
   }
 
   _play() {
@@ -114,6 +151,10 @@ class ComparisonView extends PageElement {
     });
     const range = /** @type {HTMLInputElement | null} */ (this.querySelector("input[type=range]"));
     if (range) range.value = String(this.at);
+    const done = /** @type {HTMLProgressElement | null} */ (this.querySelector("progress"));
+    if (done) Object.assign(done, { max: this.progress.of, value: this.progress.done });
+    const said = this.querySelector(".compare-progress");
+    if (said) said.textContent = this.progress.of > 1 ? t("compare.progress", this.progress) : "";
   }
 
   render() {
@@ -130,24 +171,25 @@ class ComparisonView extends PageElement {
             ${[2, 4, 8, 16].map((seats) => html`<option value=${seats} ?selected=${seats === this.seats}>${number(seats)}</option>`)}
           </select></label>
         ${this.isRunning
-          ? html`<button @click=${() => this._stop.abort()}>${t("compare.stop")}</button><span class="quiet small" role="status">${t("compare.running")}</span>`
-          : html`<button class="main compare-run" @click=${this._run}>${t("compare.run")}</button>`}
+          ? html`<button @click=${() => this._stop.abort()}>${t("compare.stop")}</button><span class="quiet small" role="status">${t("compare.running")}</span>
+            <progress aria-label=${t("compare.running")} max="1" value="0"></progress><span class="quiet small compare-progress"></span>`
+          : html`<button class="main compare-run" @click=${this.run}>${t("compare.run")}</button>`}
       </div>
       ${this.error ? html`<p class="notice bad" role="alert">${this.error}</p>` : nothing}
-      ${this.recordings.length ? this._result() : nothing}
+      ${this.numModes ? this._result() : nothing}
     </section>`;
   }
 
   _result() {
     return html`
-      <div class="row">
+      ${this.isRunning ? nothing : html`<div class="row">
         <button @click=${() => { if (this.isPlaying) this.isPlaying = false; else this._play(); }}>${t(this.isPlaying ? "engine.pause" : "compare.play")}</button>
         <input class="grow" type="range" min="0" max=${this.longest} step="any" aria-label=${t("compare.time")}
           @input=${(/** @type {Event} */ event) => { this.isPlaying = false; this.at = Number(/** @type {HTMLInputElement} */ (event.target).value); this._draw(); }}>
         <button @click=${() => save(/** @type {any} */ ({ object: "engine.comparison", recordings: this.recordings }), "infer-comparison.json")}>${t("engine.save")}</button>
-      </div>
+      </div>`}
       ${this.histories.map((history) => this._lanes(history))}
-      ${this._numbers()}`;
+      ${this.recordings.length ? this._numbers() : nothing}`;
   }
 
   /** @param {import("../engine/history.js").History} history */

@@ -5,13 +5,21 @@ import { apiKey, server } from "../lib/api.js";
 import { chats } from "../lib/chats.js";
 import { PageElement } from "../lib/element.js";
 import { sentence } from "../lib/errors.js";
-import { readFiles } from "../lib/files.js";
+import { LONG_PASTE, pastedFile, readFiles } from "../lib/files.js";
+import { NUM_ANSWERS } from "../lib/answering.js";
 import { glyphs } from "../lib/glyphs.js";
 import { number, size, t } from "../lib/i18n.js";
 import { plainLine } from "../lib/records.js";
 
 /** Milliseconds without typing after which the prompt is measured. */
 const MEASURE_MS = 400;
+/** Share of the context from which on the meter warns. */
+const NEAR = 0.8;
+
+/** Load the strip above the field. Without a connection it comes with the next message. */
+function loadStrip() {
+  import("./strip.js").catch(() => {});
+}
 
 class ChatComposer extends PageElement {
   static properties = { tick: { state: true }, faults: { state: true }, dragging: { state: true }, meter: { state: true } };
@@ -32,15 +40,21 @@ class ChatComposer extends PageElement {
     this._ends = new WeakMap();
     /** Id of the conversation that was shown last. @type {string | undefined} */
     this._id = undefined;
+    this._isSending = false;
     this.hears(chats, "change");
     this.hears(server, "change");
   }
 
   get draft() {
-    const id = chats.current?.id ?? "";
-    let draft = chats.drafts.get(id);
-    if (!draft) chats.drafts.set(id, (draft = { text: "", files: [] }));
-    return draft;
+    return chats.draft;
+  }
+
+  /** The draft has changed. */
+  _kept() {
+    const { text, files } = this.draft;
+    chats.keepDraft(chats.current?.id ?? "", text, files);
+    this.requestUpdate();
+    this._measureSoon();
   }
 
   get isBusy() {
@@ -49,21 +63,23 @@ class ChatComposer extends PageElement {
 
   render() {
     const { draft, isBusy } = this;
-    return html`<div class="composer ${this.dragging ? "dragging" : ""}" @dragover=${this._over}
+    return html`<seat-strip></seat-strip><div class="composer ${this.dragging ? "dragging" : ""}" @dragover=${this._over}
         @dragleave=${() => { this.dragging = false; }} @drop=${this._drop}>
       ${this._error()}
+      ${this._full()}
       ${this.faults.map((fault) => html`<p class="fault small" role="alert">${fault}
         <button class="icon" aria-label=${t("act.dismiss")} @click=${() => { this.faults = []; }}>${glyphs.close()}</button></p>`)}
       ${draft.files.length ? html`<ul class="files" aria-label=${t("files.label")}>${draft.files.map((file, i) => html`<li class="chip">
         <span class="clip" dir="auto">${plainLine(file.name)}</span> <span class="quiet">${size(file.size)}</span>
         <button class="icon" aria-label=${t("files.remove", { name: plainLine(file.name) })}
-          @click=${() => { draft.files.splice(i, 1); this.requestUpdate(); this._measureSoon(); }}>${glyphs.close()}</button></li>`)}</ul>` : nothing}
+          @click=${() => { draft.files.splice(i, 1); this._kept(); }}>${glyphs.close()}</button></li>`)}</ul>` : nothing}
       <textarea rows="1" dir="auto" aria-label=${t("composer.label")} placeholder=${t("composer.placeholder")} .value=${live(draft.text)}
         @input=${this._typed} @keydown=${this._key} @paste=${this._paste}></textarea>
       <div class="row acts">
         <input type="file" multiple hidden @change=${this._picked}>
         <button class="icon" aria-label=${t("files.add")} title=${t("files.add")}
           @click=${() => /** @type {HTMLElement} */ (this.querySelector("input[type=file]")).click()}>${glyphs.file()}</button>
+        ${this._answers()}
         ${this._meter()}
         <span class="grow"></span>
         ${isBusy
@@ -74,6 +90,7 @@ class ChatComposer extends PageElement {
   }
 
   updated() {
+    if (chats.running.size && !customElements.get("seat-strip")) loadStrip();
     const field = /** @type {HTMLTextAreaElement} */ (this.querySelector("textarea"));
     field.style.height = "auto";
     field.style.height = `${Math.min(field.scrollHeight + 2, innerHeight * 0.4)}px`;
@@ -87,7 +104,11 @@ class ChatComposer extends PageElement {
 
   _canSend() {
     const { text, files } = this.draft;
-    return Boolean((text.trim() || files.length) && server.current && !this._wait());
+    return Boolean((text.trim() || files.length) && server.current && !this._wait() && !this._isTooLong());
+  }
+
+  _isNear() {
+    return Boolean(this.meter && this.meter.count >= NEAR * this.meter.limit);
   }
 
   /** Seconds until another try may succeed. */
@@ -114,17 +135,50 @@ class ChatComposer extends PageElement {
   _meter() {
     if (!this.meter) return nothing;
     const { count, limit } = this.meter;
-    const isOver = count >= limit;
-    return html`<span class="meter small ${isOver ? "bad" : "quiet"}" title=${t("meter.title")}>
+    const state = this._isOver() ? "over" : count >= NEAR * limit ? "near" : "of";
+    const colour = { over: "bad", near: "warn", of: "quiet" }[state];
+    return html`<span class="meter small ${colour}" title=${t("meter.title")}>
       <progress max=${limit} value=${Math.min(count, limit)} aria-label=${t("meter.title")}></progress>
-      ${t(isOver ? "meter.over" : "meter.of", { count: number(count), limit: number(limit) })}</span>`;
+      <span class="clip">${t(`meter.${state}`, { count: number(count), limit: number(limit) })}</span></span>`;
+  }
+
+  /** Whether the prompt is longer than the model's context. */
+  _isOver() {
+    return Boolean(this.meter && this.meter.count >= this.meter.limit);
+  }
+
+  /** Whether the prompt must not be sent: it is too long, and nothing of it may be left out. */
+  _isTooLong() {
+    return this._isOver() && !chats.current?.forgets;
+  }
+
+  /** The ways on where the context is full. */
+  _full() {
+    const isRefused = chats.errors.get(chats.current?.id ?? "")?.code === "context_length_exceeded";
+    if (!isRefused && !this._isTooLong()) return nothing;
+    const hasMore = Boolean(chats.tree?.byId.size);
+    return html`<div class="full row small" role="alert"><span class="grow">${t(hasMore ? "composer.full" : "composer.long", { limit: this.meter?.limit ?? 0 })}</span>
+      ${hasMore ? html`<button class="plain" @click=${async () => { await chats.forget(); await this._measure(); this._send(); }}>${t("act.forget")}</button>
+      <button class="plain" ?disabled=${this.isBusy} @click=${() => chats.summarise().then(() => this._measureSoon())}>${t("act.summarise")}</button>` : nothing}</div>`;
+  }
+
+  /** How many answers are made at once. */
+  _answers() {
+    if (!chats.current || chats.current.session) return nothing;
+    const { sampling } = chats.current;
+    return html`<select class="answers small" aria-label=${t("composer.answers")} title=${t("composer.answers")} @change=${(/** @type {Event} */ event) => {
+      const count = Number(/** @type {HTMLSelectElement} */ (event.target).value);
+      if (count > 1) sampling.answers = count;
+      else delete sampling.answers;
+      void chats.keepSettings();
+    }}>${NUM_ANSWERS.map((each) => html`<option value=${each} .selected=${live(each === (sampling.answers ?? 1))}>${t("composer.answers-n", { n: each })}</option>`)}</select>`;
   }
 
   /** @param {Event} event */
   _typed(event) {
     this.draft.text = /** @type {HTMLTextAreaElement} */ (event.target).value;
-    this.requestUpdate();
-    this._measureSoon();
+    loadStrip(); // so that it is there when the answer begins
+    this._kept();
   }
 
   _measureSoon() {
@@ -153,7 +207,7 @@ class ChatComposer extends PageElement {
     const isTouch = matchMedia("(pointer: coarse)").matches;
     if (event.key === "Enter" && !event.shiftKey && !event.altKey && !isTouch) {
       event.preventDefault();
-      this._send();
+      void this._send();
     } else if (event.key === "ArrowUp" && !field.value) {
       const own = [...document.querySelectorAll("chat-message")].reverse()
         .find((each) => /** @type {any} */ (each).message?.role === "user");
@@ -164,10 +218,17 @@ class ChatComposer extends PageElement {
     }
   }
 
-  _send() {
-    if (!this._canSend() || this.isBusy) return;
+  async _send() {
+    if (!this._canSend() || this.isBusy || this._isSending) return;
     const { text, files } = this.draft;
-    chats.drafts.delete(chats.current?.id ?? "");
+    if (text.length > LONG_PASTE || files.length || this._isNear()) {
+      // What is longer than the context is not even sent.
+      this._isSending = true;
+      await this._measure();
+      this._isSending = false;
+      if (this._isTooLong() || text !== this.draft.text) return;
+    }
+    chats.dropDraft(chats.current?.id ?? "");
     this.faults = [];
     this.dispatchEvent(new Event("sent"));
     void chats.send(text, files).then(() => this._measureSoon());
@@ -192,9 +253,17 @@ class ChatComposer extends PageElement {
   /** @param {ClipboardEvent} event */
   _paste(event) {
     const files = [...(event.clipboardData?.files ?? [])];
-    if (!files.length) return;
+    const text = event.clipboardData?.getData("text/plain") ?? "";
+    if (!files.length && text.length <= LONG_PASTE) return;
     event.preventDefault();
-    void this._take(files);
+    if (files.length) {
+      void this._take(files);
+      return;
+    }
+    const { file, fault } = pastedFile(text, this.draft.files);
+    if (file) this.draft.files.push(file);
+    this.faults = fault ? [fault] : [];
+    this._kept();
   }
 
   /** @param {Event} event */
@@ -210,8 +279,7 @@ class ChatComposer extends PageElement {
     const { taken, faults } = await readFiles(files, draft.files.length);
     draft.files.push(...taken);
     this.faults = faults;
-    this.requestUpdate();
-    this._measureSoon();
+    this._kept();
   }
 }
 

@@ -14,6 +14,9 @@ export class PageDialog extends PageElement {
 
   firstUpdated() {
     /** @type {HTMLDialogElement} */ (this.querySelector("dialog")).showModal();
+    // A phone would show its keyboard over the dialog.
+    if (!matchMedia("(pointer: fine)").matches) return;
+    /** @type {HTMLElement | null} */ (this.querySelector(".content :is(input, select, textarea):not([hidden])"))?.focus();
   }
 
   close() {

@@ -1,7 +1,8 @@
 /** `<engine-view>`: what the engine does now and did in the last minutes, live or from a file. */
 
 import { html, nothing } from "../vendor/core.js";
-import { ApiError, apiKey, ask, events, server } from "../lib/api.js";
+import { server } from "../lib/api.js";
+import { chats } from "../lib/chats.js";
 import { PageElement } from "../lib/element.js";
 import { sentence } from "../lib/errors.js";
 import { duration, learn, number, rate, t } from "../lib/i18n.js";
@@ -9,8 +10,11 @@ import en from "../lang/engine_en.js";
 import zh from "../lang/engine_zh.js";
 import { chartsOf } from "../engine/charts.js";
 import { chartAt, chartsHeight, colours, drawCharts, drawLanes, LABEL, laneAt, lanes } from "../engine/draw.js";
-import { History, KEPT_MS } from "../engine/history.js";
-import { Keeper, open, played, save } from "../engine/recording.js";
+import { KEPT_MS } from "../engine/history.js";
+import { live } from "../engine/live.js";
+import { NUM_REQUESTS, load } from "../engine/load.js";
+import { open, played, save } from "../engine/recording.js";
+import { modelOf } from "../lib/request.js";
 import "./comparison.js";
 import "./engine_replicas.js";
 import "./engine_table.js";
@@ -19,7 +23,7 @@ learn({ en, zh });
 const SPANS = [5, 15, 30, 60, 300, 600];
 const stylesheet = "/ui/css/engine.css";
 
-/** Say what a step of a replica was made of. @param {ReturnType<History["stepAt"]>} found @param {History} history
+/** Say what a step of a replica was made of. @param {ReturnType<import("../engine/history.js").History["stepAt"]>} found @param {import("../engine/history.js").History} history
  * @param {string} replica */
 export function stepText(found, history, replica) {
   if (!found) return replica ? t("engine.step-none", { replica }) : "";
@@ -48,23 +52,20 @@ class EngineView extends PageElement {
     this.name = "";
     /** Recordings that are compared. @type {import("../engine/recording.js").Recording[]} */
     this.compared = [];
-    /** @type {History | null} */
-    this.history = null;
-    /** @type {Keeper | null} */
-    this.keeper = null;
+    /** What a file has. @type {import("../engine/history.js").History | null} */
+    this._played = null;
     /** Right end of the picture where it does not follow the stream, in the stream's milliseconds. */
     this.end = 0;
     /** @type {number | null} */
     this.cursor = null;
     /** Name of the replica whose step is told. */
     this.replica = "";
-    this._stop = new AbortController();
-    this._shift = 0;
     this._drawn = 0;
     this._frame = 0;
     this._calm = matchMedia("(prefers-reduced-motion: reduce)");
     this.hears(server, "change");
-    apiKey.addEventListener("change", () => { if (this.isConnected && this.isLive) this._connect(); });
+    this.hears(live, "change");
+    this.hears(load, "change");
     if (!document.querySelector(`link[href="${stylesheet}"]`)) {
       const link = document.createElement("link");
       link.rel = "stylesheet";
@@ -75,58 +76,33 @@ class EngineView extends PageElement {
 
   connectedCallback() {
     super.connectedCallback();
-    if (this.isLive) this._connect();
     this._frame = requestAnimationFrame(() => this._tick());
   }
 
   disconnectedCallback() {
     super.disconnectedCallback();
-    this._stop.abort();
     cancelAnimationFrame(this._frame);
   }
 
-  /** Follow the stream; after a lost connection again. */
-  async _connect() {
-    this._stop.abort();
-    this._stop = new AbortController();
-    const { signal } = this._stop;
-    let pause = 500;
-    while (!signal.aborted) {
-      try {
-        const model = server.models.length > 1 && server.current ? `?model=${encodeURIComponent(server.current.id)}` : "";
-        const response = await ask(`/v1/engine/events${model}`, { signal });
-        for await (const event of events(response, signal)) {
-          pause = 500;
-          this._take(event.name, JSON.parse(event.data));
-        }
-      } catch (error) {
-        if (signal.aborted) return;
-        this.error = error instanceof ApiError ? sentence(error) : String(error);
-        if (error instanceof ApiError && ["key", "forbidden"].includes(error.kind)) return;
-        if (error instanceof ApiError && error.retryAfter) pause = 1000 * error.retryAfter;
-      }
-      await new Promise((resolve) => setTimeout(resolve, pause));
-      pause = Math.min(10_000, pause * 2);
-    }
+  updated() {
+    if (this.isLive) live.open(this._model());
   }
 
-  /** @param {string} name @param {any} data */
-  _take(name, data) {
-    if (name === "hello") {
-      this.history = new History(data);
-      this.keeper = new Keeper(data);
-      this.isPaused = false;
-      this.error = "";
-      this.requestUpdate();
-    } else if (name === "frame" && this.history && this.keeper) {
-      const { hasReplicas } = this.history;
-      this.history.take(data);
-      if (this.history.hasReplicas !== hasReplicas) this.requestUpdate();
-      this.keeper.take(data);
-      this._shift = this.history.now - performance.now();
-    } else if (name === "end") {
-      this.error = t(`engine.end.${data.reason}`);
-    }
+  /** The model whose engine is shown; "" where there is only one. */
+  _model() {
+    return server.models.length > 1 && chats.current ? modelOf(chats.current) : "";
+  }
+
+  get history() {
+    return this.isLive ? live.history : this._played;
+  }
+
+  /** Why there is no picture, or why it does not go on. */
+  _fault() {
+    if (this.error) return this.error;
+    if (!this.isLive) return "";
+    if (load.error) return sentence(load.error);
+    return live.error ? sentence(live.error) : live.reason && t(`engine.end.${live.reason}`);
   }
 
   /** Right end of the picture, in the stream's milliseconds. */
@@ -134,7 +110,7 @@ class EngineView extends PageElement {
     if (!this.history) return 0;
     if (this.isPaused || !this.isLive) return this.end;
     // The picture moves on evenly between two frames, a little behind them.
-    return Math.min(this.history.now + 1000, performance.now() + this._shift - 60);
+    return Math.min(this.history.now + 1000, performance.now() + live.shift - 60);
   }
 
   /** The time that is shown; nothing before the first frame. */
@@ -174,7 +150,7 @@ class EngineView extends PageElement {
   /** The numbers that change often are written past lit, once for each picture.
    * @param {{until: number}} view */
   _say(view) {
-    const history = /** @type {History} */ (this.history);
+    const history = /** @type {import("../engine/history.js").History} */ (this.history);
     const { gauges, hello } = history;
     const from = view.until - 10_000;
     const used = gauges.pages ? 1 - gauges.free_pages / gauges.pages : 0;
@@ -184,7 +160,7 @@ class EngineView extends PageElement {
       waiting: number((gauges.waiting ?? 0) + (gauges.preempted ?? 0)),
       pages: number(used, { style: "percent", maximumFractionDigits: 0 }),
       speed: rate(history.rate(Math.max(from, history.start), view.until)),
-      step: number(history.number),
+      step: history.number ? number(history.number) : "–",
     };
     for (const [name, text] of Object.entries(values)) {
       const element = this.querySelector(`[data-number="${name}"]`);
@@ -275,12 +251,11 @@ class EngineView extends PageElement {
       this.error = "";
       if (recordings.length > 1) this.compared = recordings;
       else {
-        this._stop.abort();
         this.isLive = false;
         this.isPaused = true;
         this.name = file.name;
         const history = played(recordings[0]);
-        this.history = history;
+        this._played = history;
         this.end = history.now;
         this.span = SPANS.find((each) => each * 1000 >= history.now - history.start) ?? SPANS[5];
       }
@@ -293,16 +268,17 @@ class EngineView extends PageElement {
     this.isLive = true;
     this.name = "";
     this.compared = [];
-    this.history = null;
-    void this._connect();
+    this.isPaused = false;
   }
 
   render() {
     const { history } = this;
+    const fault = this._fault();
     return html`<div class="engine">
-      ${this.error ? html`<p class="notice bad" role="alert">${this.error}</p>` : nothing}
+      ${fault ? html`<p class="notice bad" role="alert">${fault}</p>` : nothing}
       ${this._controls()}
-      ${history ? this._picture() : this.error ? nothing : html`<p class="quiet">${t("engine.connecting")}</p>`}
+      ${this.isLive ? this._load() : nothing}
+      ${history ? this._picture() : fault ? nothing : html`<p class="quiet">${t("engine.connecting")}</p>`}
       <comparison-view .recordings=${this.compared}></comparison-view>
     </div>`;
   }
@@ -322,13 +298,29 @@ class EngineView extends PageElement {
           @input=${this._scrub}></label>
       <label class="row small"><input type="checkbox" ?checked=${this.isTable}
         @change=${(/** @type {Event} */ event) => { this.isTable = /** @type {HTMLInputElement} */ (event.target).checked; }}>${t("engine.table")}</label>
-      <button ?disabled=${!this.keeper} @click=${() => this.keeper && save(this.keeper.recording(), "infer-steps.json")}>${t("engine.save")}</button>
+      <button ?disabled=${!live.keeper} @click=${() => live.keeper && save(live.keeper.recording(), "infer-steps.json")}>${t("engine.save")}</button>
       <label class="button">${t("engine.open")}<input class="unseen" type="file" accept="application/json,.json" @change=${this._open}></label>
     </div>`;
   }
 
+  /** What a reader can do to see the batch at work. */
+  _load() {
+    const compare = () => {
+      const view = /** @type {any} */ (this.querySelector("comparison-view"));
+      view.scrollIntoView({ block: "start" });
+      void view.run();
+    };
+    return html`<div class="row">
+      ${load.numOpen
+        ? html`<button @click=${() => load.stop()}>${t("compare.stop")}</button><span class="quiet small" role="status">${t("engine.load-open", { n: load.numOpen })}</span>`
+        : html`<button class="plain load" ?disabled=${!server.current} @click=${() => load.run(this._model() || (server.current?.id ?? ""))}>${t("engine.load", { n: NUM_REQUESTS })}</button>`}
+      <button class="plain" @click=${compare}>${t("compare.run")}</button>
+      <span class="quiet small">${t("engine.load-hint")}</span>
+    </div>`;
+  }
+
   _picture() {
-    const history = /** @type {History} */ (this.history);
+    const history = /** @type {import("../engine/history.js").History} */ (this.history);
     const names = ["running", "waiting", "pages", "speed", "step"];
     const kinds = ["waiting", "prompt", "cached", "chunk", "decode", "preempted", ...(history.hasReplicas ? ["absent"] : [])];
     const charts = chartsOf(history, { from: 0, to: 1, until: 1, cursor: null }, colours(this));

@@ -24,7 +24,7 @@ class WhatHappened extends PageElement {
   }
 
   firstUpdated() {
-    void this._read().then(() => this.updateComplete).then(() => this.scrollIntoView({ block: "nearest" }));
+    void this._read();
   }
 
   async _read() {

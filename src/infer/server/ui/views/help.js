@@ -7,7 +7,7 @@ import { PageDialog } from "./dialog.js";
 
 const KEYS = [
   ["Enter", "keys.send"], ["Shift + Enter", "keys.line"], ["Esc", "keys.stop"], ["↑", "keys.edit"],
-  ["Ctrl + K", "keys.search"], ["Ctrl + Shift + O", "keys.new"], ["F2", "keys.rename"], ["Delete", "keys.remove"], ["?", "keys.help"],
+  ["/", "keys.field"], ["Ctrl + K", "keys.search"], ["Ctrl + Shift + O", "keys.new"], ["F2", "keys.rename"], ["Delete", "keys.remove"], ["?", "keys.help"],
 ];
 
 class HelpDialog extends PageDialog {

@@ -4,8 +4,10 @@ import { html, live, nothing } from "../vendor/core.js";
 import { chats } from "../lib/chats.js";
 import { PageElement } from "../lib/element.js";
 import { glyphs } from "../lib/glyphs.js";
+import { server } from "../lib/api.js";
 import { duration, number, rate, size, t } from "../lib/i18n.js";
 import { plainLine, speedOf } from "../lib/records.js";
+import { modelOf } from "../lib/request.js";
 import { copyText } from "../lib/text_view.js";
 import "./tools.js";
 import { speech } from "../lib/speech.js";
@@ -13,7 +15,7 @@ import { speech } from "../lib/speech.js";
 /** @typedef {import("../lib/records.js").Message} Message */
 
 class ChatMessage extends PageElement {
-  static properties = { message: { attribute: false }, editing: { state: true }, panel: { state: true }, verdict: { state: true } };
+  static properties = { message: { attribute: false }, editing: { state: true }, panel: { state: true }, verdict: { state: true }, choosing: { state: true } };
 
   constructor() {
     super();
@@ -21,12 +23,16 @@ class ChatMessage extends PageElement {
     this.message = undefined;
     this.editing = false;
     this._edited = "";
+    /** Whether the other models are shown. */
+    this.choosing = false;
     /** What is open below the answer: "", "happened" or "tokens". */
     this.panel = "";
     /** Whether the answer fits its schema: null = not known. @type {{fits: boolean, why: string} | null} */
     this.verdict = null;
     /** @type {import("../lib/generation.js").Generation | null} */
     this._generation = null;
+    /** Why nothing comes, as it is shown. @type {import("../lib/generation.js").Status | null} */
+    this._status = null;
     this._frame = 0;
     this._piece = () => {
       this._frame ||= requestAnimationFrame(() => {
@@ -35,6 +41,7 @@ class ChatMessage extends PageElement {
       });
     };
     this.hears(chats, "change");
+    this.hears(server, "change");
   }
 
   connectedCallback() {
@@ -61,7 +68,8 @@ class ChatMessage extends PageElement {
     const { message } = this;
     if (!message || message.finish !== "running") return;
     const text = this._text("content");
-    if (!text || this.querySelector(".waiting") || message.toolCalls?.length || (message.reasoning && !this.querySelector(".reasoning"))) {
+    const status = this._generation?.status ?? null;
+    if (!text || (this.querySelector(".waiting") && message.content) || status !== this._status || message.toolCalls?.length || (message.reasoning && !this.querySelector(".reasoning"))) {
       this.requestUpdate();
       return;
     }
@@ -111,12 +119,15 @@ class ChatMessage extends PageElement {
   /** @param {Message} message */
   _answer(message) {
     const isRunning = message.finish === "running";
+    this._status = isRunning ? this._generation?.status ?? null : null;
     return html`
+      ${this._model(message)}
       ${message.reasoning ? html`<details class="reasoning" ?open=${isRunning && !message.content}>
         <summary>${t(isRunning && !message.content ? "reasoning.now" : "reasoning.label")}</summary>
         <text-view data-part="reasoning"></text-view></details>` : nothing}
-      <text-view class="prose" data-part="content"></text-view>
-      ${isRunning && !message.content && !message.reasoning ? html`<p class="waiting quiet">${t("chat.waiting")}</p>` : nothing}
+      <text-view class="prose ${isRunning ? "growing" : ""}" data-part="content"></text-view>
+      ${isRunning && !message.content && !message.reasoning ? html`<p class="waiting quiet">${this._status ? nothing : html`<span class="unseen">${t("chat.waiting")}</span>`}</p>` : nothing}
+      ${this._status ? html`<p class="silence quiet small" role="status">${silence(this._status)}</p>` : nothing}
       ${message.toolCalls?.length ? html`<tool-calls .message=${message}></tool-calls>` : nothing}
       ${this._ending(message)}
     `;
@@ -126,12 +137,32 @@ class ChatMessage extends PageElement {
   _ending(message) {
     const texts = /** @type {Record<string, string>} */ ({ lost: "end.lost", error: "end.error", length: "end.length", stopped: "end.stopped" });
     const key = texts[message.finish ?? ""];
-    const said = !key ? nothing : html`<p class="ending ${message.finish === "lost" || message.finish === "error" ? "bad" : "quiet"} small">
+    const said = !key ? nothing : this._isFull(message) ? html`<p class="ending full small">${t("end.full", { limit: this._limit(message) })}
+      <button class="plain" @click=${() => chats.forget(message)}>${t("act.forget")}</button>
+      <button class="plain" @click=${() => chats.summarise()}>${t("act.summarise")}</button></p>` : html`<p class="ending ${message.finish === "lost" || message.finish === "error" ? "bad" : "quiet"} small">
       ${t(key, { problem: plainLine(message.problem ?? "") })}
       <button class="plain" @click=${() => chats.goOn(message)}>${t("act.continue")}</button></p>`;
     const verdict = !this.verdict ? nothing : html`<p class="small ${this.verdict.fits ? "fits" : "bad"}">
       ${this.verdict.fits ? t("schema.fits") : t("schema.differs", { why: this.verdict.why })}</p>`;
     return html`${said}${verdict}`;
+  }
+
+  /** @param {Message} message */
+  _limit({ figures }) {
+    return server.models.find((each) => each.id === figures?.model)?.max_model_len ?? 0;
+  }
+
+  /** Whether an answer ended because the context was full. @param {Message} message */
+  _isFull(message) {
+    const { finish, figures } = message;
+    const limit = this._limit(message);
+    return finish === "length" && limit > 0 && (figures?.promptTokens ?? 0) + (figures?.completionTokens ?? 0) >= limit;
+  }
+
+  /** The model that answered, where there are several. @param {Message} message */
+  _model({ figures }) {
+    if (server.models.length < 2 || !figures?.model) return nothing;
+    return html`<p class="quiet small by" dir="auto">${plainLine(figures.model)}</p>`;
   }
 
   _files() {
@@ -189,10 +220,26 @@ class ChatMessage extends PageElement {
       ${isRunning ? html`<span class="quiet small count"></span>` : html`
         <button class="icon" aria-label=${t("act.copy-message")} title=${t("act.copy-message")} @click=${() => this._copy(message)}>${glyphs.copy()}</button>
         <button class="icon edit" aria-label=${t("act.edit")} title=${t("act.edit")} ?disabled=${isBusy} @click=${() => this.edit()}>${glyphs.edit()}</button>
-        ${isAnswer ? html`<button class="icon again" aria-label=${t("act.regenerate")} title=${t("act.regenerate")} ?disabled=${isBusy} @click=${() => chats.regenerate(message)}>${glyphs.again()}</button>` : nothing}
+        ${isAnswer ? html`<button class="icon again" aria-label=${t("act.regenerate")} title=${t("act.regenerate")} ?disabled=${isBusy} @click=${() => chats.regenerate(message)}>${glyphs.again()}</button>${this._others(message, isBusy)}` : nothing}
         ${isAnswer && message.tokenIds?.length ? html`<button class="toggle small" aria-expanded=${this.panel === "tokens"} @click=${() => this._toggle("tokens")}>${t("tokens.button")}</button>` : nothing}
         ${isAnswer && figures?.requestId ? html`<button class="toggle small figures" aria-expanded=${this.panel === "happened"} @click=${() => this._toggle("happened")}>${this._figures(message)}</button>` : nothing}`}
     </div>`;
+  }
+
+  /** Other models that can answer again. @param {Message} message @param {boolean} isBusy */
+  _others(message, isBusy) {
+    if (server.models.length < 2 || !chats.current) return nothing;
+    const now = message.figures?.model ?? modelOf(chats.current);
+    /** @param {string} model */
+    const ask = (model) => {
+      this.choosing = false;
+      void chats.regenerate(message, model);
+    };
+    return html`<button class="small again-with" aria-expanded=${this.choosing} ?disabled=${isBusy} @click=${() => { this.choosing = !this.choosing; }}>${t("act.again-with")}</button>
+      ${this.choosing ? html`<span class="row again-models" role="group" aria-label=${t("act.again-with")}>${server.models.filter((each) => each.id !== now).map((each) => {
+        const why = each.status === "failed" ? `${t("model.failed")}: ${plainLine(each.reason ?? "").slice(0, 80)}` : "";
+        return html`<button class="plain small" ?disabled=${isBusy || Boolean(why)} @click=${() => ask(each.id)}>${[each.id, why].filter(Boolean).join(" · ")}</button>`;
+      })}</span>` : nothing}`;
   }
 
   /** The figures of an answer in one line. @param {Message} message */
@@ -221,6 +268,7 @@ class ChatMessage extends PageElement {
     }
     await (panel === "tokens" ? import("./tokens.js") : import("./happened.js"));
     this.panel = panel;
+    this.dispatchEvent(new Event("reading", { bubbles: true }));
   }
 
   /** @param {Message} message */
@@ -241,6 +289,22 @@ class ChatMessage extends PageElement {
       ${step(at - 1, "branch.before", glyphs.left)}
       <span class="small">${number(at + 1)}/${number(siblings.length)}</span>
       ${step(at + 1, "branch.after", glyphs.right)}</span>`;
+  }
+}
+
+/** Why a stream is silent, in words. @param {import("../lib/generation.js").Status} status */
+function silence({ state, queued_behind: before, prompt_tokens_done: done, prompt_tokens: all }) {
+  switch (state) {
+    case "queued":
+      return t("silence.queued", { n: before });
+    case "reading":
+      return t("silence.reading", { done, all });
+    case "restarting":
+    case "preempted":
+    case "lost":
+      return t(`silence.${state}`);
+    default:
+      return t("silence.answering");
   }
 }
 

@@ -6,9 +6,15 @@ import { PageElement } from "../lib/element.js";
 import { sentence } from "../lib/errors.js";
 import { Generation } from "../lib/generation.js";
 import { t } from "../lib/i18n.js";
-import { streaming } from "../lib/request.js";
+import { chats } from "../lib/chats.js";
+import { modelOf, samplingOf, streaming } from "../lib/request.js";
+import { storage } from "../lib/storage.js";
 import { speech } from "../lib/speech.js";
 import "./tokens.js";
+
+/** Name of the draft that the text is kept as. */
+const DRAFT = "text";
+const DRAFT_MS = 150;
 
 class RawView extends PageElement {
   static properties = { text: { state: true }, isBusy: { state: true }, error: { state: true }, ids: { state: true } };
@@ -24,12 +30,32 @@ class RawView extends PageElement {
     this.ids = null;
     /** @type {Generation | null} */
     this._generation = null;
+    /** @type {ReturnType<typeof setTimeout> | undefined} */
+    this._writing = undefined;
     this.hears(server, "change");
+    this.hears(chats, "change");
+    void storage.draft(DRAFT).then((found) => { if (found && !this.text) this.text = found.text; });
+    addEventListener("pagehide", () => this._write());
+  }
+
+  /** Keep the text beyond a reload. @param {Map<string, unknown>} changed */
+  updated(changed) {
+    if (!changed.has("text") || changed.get("text") === undefined) return;
+    clearTimeout(this._writing);
+    this._writing = setTimeout(() => this._write(), DRAFT_MS);
+  }
+
+  _write() {
+    void storage.writeDraft(DRAFT, this.text ? { text: this.text, files: [] } : null);
+  }
+
+  get _model() {
+    return chats.current ? modelOf(chats.current) : server.current?.id ?? "";
   }
 
   render() {
     return html`<div class="page-body">
-      <p class="quiet">${t("raw.hint")}</p>
+      <p class="quiet">${t("raw.hint")} ${t("raw.settings")}</p>
       <label class="field">${t("raw.label")}
         <textarea rows="12" dir="auto" .value=${live(this.text)} ?readonly=${this.isBusy}
           @input=${(/** @type {Event} */ event) => { this.text = /** @type {HTMLTextAreaElement} */ (event.target).value; this.ids = null; }}
@@ -44,7 +70,7 @@ class RawView extends PageElement {
           @change=${(/** @type {Event} */ event) => { this.most = Math.max(1, Number(/** @type {HTMLInputElement} */ (event.target).value) || 100); }}></label>
       </div>
       ${this.error ? html`<p class="notice bad" role="alert">${sentence(this.error)}</p>` : nothing}
-      ${this.ids ? html`<token-view .ids=${this.ids} .model=${server.current?.id ?? ""}></token-view>` : nothing}
+      ${this.ids ? html`<token-view .ids=${this.ids} .model=${this._model}></token-view>` : nothing}
     </div>`;
   }
 
@@ -52,8 +78,9 @@ class RawView extends PageElement {
     if (this.isBusy || !this.text) return;
     const before = this.text;
     const message = { id: "raw", conversation: "", parent: null, role: /** @type {const} */ ("assistant"), content: "", created: 0 };
-    const body = { model: server.current?.id, prompt: before, max_tokens: this.most, ...streaming(true) };
-    const generation = (this._generation = new Generation(message, "/v1/completions", body, () => {}));
+    const { reasoning_effort: _, ...sampling } = chats.current ? samplingOf(chats.current) : {};
+    const body = { ...sampling, model: this._model, prompt: before, max_tokens: this.most, ...streaming(true) };
+    const generation = (this._generation = new Generation([message], "/v1/completions", body, () => {}));
     generation.addEventListener("piece", () => { this.text = before + message.content; });
     this.error = null;
     this.ids = null;
@@ -71,7 +98,7 @@ class RawView extends PageElement {
   async _tokens() {
     try {
       this.error = null;
-      this.ids = (await askJson("/tokenize", { body: { model: server.current?.id, prompt: this.text } })).tokens;
+      this.ids = (await askJson("/tokenize", { body: { model: this._model, prompt: this.text } })).tokens;
     } catch (error) {
       this.error = error instanceof ApiError ? error : new ApiError("failed", String(error));
     }

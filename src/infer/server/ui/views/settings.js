@@ -3,11 +3,20 @@
 import { html, live, nothing } from "../vendor/core.js";
 import { server } from "../lib/api.js";
 import { chats } from "../lib/chats.js";
-import { number, t } from "../lib/i18n.js";
+import { learn, number, t } from "../lib/i18n.js";
+import en from "../lang/settings_en.js";
+import zh from "../lang/settings_zh.js";
 import { keep, recall } from "../lib/local.js";
-import { PRESETS, SAMPLING, faultOf, fieldOf, modelOf, parsed } from "../lib/request.js";
+import { PRESETS, SAMPLING, faultOf, fieldOf, modelOf, parsed, toolsOf } from "../lib/request.js";
+import { glyphs } from "../lib/glyphs.js";
 import { PageDialog } from "./dialog.js";
 import "./transfer.js";
+
+learn({ en, zh });
+/** Bytes of a file of tools that is read. */
+const MAX_TOOLS_BYTES = 1024 * 1024;
+/** Sampling settings that most people look for; the others are behind *More*. */
+const FIRST = ["temperature", "max_tokens", "reasoning_effort"];
 
 class SettingsDialog extends PageDialog {
   static properties = { tick: { state: true } };
@@ -15,6 +24,8 @@ class SettingsDialog extends PageDialog {
   constructor() {
     super();
     this.tick = 0;
+    /** Why a file of tools was not taken. */
+    this.toolsFault = "";
     this.hears(server, "change"); // the fields and their limits may come later
   }
 
@@ -39,25 +50,41 @@ class SettingsDialog extends PageDialog {
     return html`
       <label class="field">${t("settings.system")}
         <textarea rows="3" dir="auto" .value=${live(this.conversation.system)}
-          @change=${(/** @type {Event} */ event) => { this.conversation.system = textOf(event); void chats.keepSettings(); }}></textarea></label>
+          @change=${(/** @type {Event} */ event) => { this.conversation.system = textOf(event); void chats.keepSettings(); this.tick++; }}></textarea></label>
+      <div class="row small"><span class="quiet grow">${t("settings.system-hint")}</span>
+        <button class="plain" ?disabled=${recall("system", "") === this.conversation.system}
+          @click=${() => { keep("system", this.conversation.system); this.tick++; }}>${t("settings.system-default")}</button></div>
       <fieldset><legend>${t("settings.sampling")}</legend>
         <div class="row" role="group" aria-label=${t("preset.label")}>
           ${Object.entries(PRESETS).map(([name, values]) => html`<button class="plain" aria-pressed=${this._isPreset(values)}
             @click=${() => this._preset(values)}>${t(`preset.${name}`)}</button>`)}
-          ${Object.entries(recall("presets", /** @type {Record<string, any>} */ ({}))).map(([name, values]) => html`<button class="plain" dir="auto"
-            aria-pressed=${this._isPreset(values)} @click=${() => this._preset(values)}>${name}</button>`)}
+          ${Object.entries(recall("presets", /** @type {Record<string, any>} */ ({}))).map(([name, values]) => html`<span class="own-preset"><button class="plain" dir="auto"
+            aria-pressed=${this._isPreset(values)} @click=${() => this._preset(values)}>${name}</button><button class="icon" aria-label=${t("preset.remove", { name })}
+            title=${t("preset.remove", { name })} @click=${() => this._removePreset(name)}>${glyphs.close()}</button></span>`)}
         </div>
-        <div class="grid">${SAMPLING.map((name) => this._field(name))}</div>
+        <div class="grid">${FIRST.map((name) => this._field(name))}</div>
         ${this._ownPresets()}
+      </fieldset>
+      <details class="more" ?open=${recall("more", false)} @toggle=${(/** @type {Event} */ event) => keep("more", /** @type {HTMLDetailsElement} */ (event.target).open)}>
+      <summary>${t("settings.more")}</summary>
+      <div class="stack">
+      <fieldset><legend>${t("settings.more-sampling")}</legend>
+        <div class="grid">${SAMPLING.filter((name) => !FIRST.includes(name)).map((name) => this._field(name))}</div>
       </fieldset>
       <fieldset><legend>${t("settings.form")}</legend>
         <label class="check"><input type="checkbox" .checked=${this.conversation.sampling.stream !== false}
           @change=${(/** @type {Event} */ event) => this._set("stream", isChecked(event) ? null : false)}> ${t("settings.stream")}</label>
         ${this._json("schema", "settings.schema", "settings.schema-hint", 4, (value) => typeof value === "object" && value !== null)}
         ${this._json("tools", "settings.tools", "settings.tools-hint", 6, Array.isArray)}
+        <div class="row"><button class="plain" @click=${() => /** @type {HTMLElement} */ (this.querySelector(".tools-file")).click()}>${t("settings.tools-file")}</button>
+          <input class="tools-file" type="file" hidden accept=".json,application/json" aria-label=${t("settings.tools-file")} @change=${this._toolsFile}>
+          ${this.toolsFault ? html`<span class="fault-text" role="alert">${this.toolsFault}</span>` : nothing}</div>
         ${this.conversation.tools.trim() ? this._choice() : nothing}
         ${this._json("extra", "settings.extra", "settings.extra-hint", 2, (value) => typeof value === "object" && value !== null && !Array.isArray(value))}
+        <label class="check"><input type="checkbox" .checked=${Boolean(this.conversation.forgets)}
+          @change=${(/** @type {Event} */ event) => { this.conversation.forgets = isChecked(event); void chats.keepSettings(); }}> ${t("settings.forgets")}</label>
       </fieldset>
+      </div></details>
       <fieldset><legend>${t("settings.keeping")}</legend>
         <label class="check"><input type="checkbox" .checked=${recall("newOnServer", false)}
           @change=${(/** @type {Event} */ event) => { keep("newOnServer", isChecked(event)); if (isChecked(event)) { keep("hasSessions", true); void chats.load(chats.current?.id ?? ""); } }}> ${t("settings.on-server")}</label>
@@ -92,8 +119,29 @@ class SettingsDialog extends PageDialog {
         field.value = "";
         this.tick++;
       }}>${t("preset.save")}</button>
-      ${Object.keys(own).length ? html`<button class="danger" @click=${() => { keep("presets", {}); this.tick++; }}>${t("preset.clear")}</button>` : nothing}
     </div>`;
+  }
+
+  /** @param {string} name */
+  _removePreset(name) {
+    const { [name]: _, ...others } = recall("presets", /** @type {Record<string, any>} */ ({}));
+    keep("presets", others);
+    this.tick++;
+  }
+
+  /** Take tools from a file. @param {Event} event */
+  async _toolsFile(event) {
+    const field = /** @type {HTMLInputElement} */ (event.target);
+    const file = field.files?.[0];
+    field.value = "";
+    if (!file) return;
+    const tools = file.size > MAX_TOOLS_BYTES ? null : toolsOf(parsed(await file.text()), file.name.replace(/\.json$/i, ""));
+    this.toolsFault = tools ? "" : t("settings.tools-wrong");
+    if (tools) {
+      this.conversation.tools = JSON.stringify(tools, null, 1);
+      void chats.keepSettings();
+    }
+    this.tick++;
   }
 
   /** @param {string} name */
@@ -106,17 +154,18 @@ class SettingsDialog extends PageDialog {
     const label = t(`field.${name}`);
     if (field.kind === "boolean") {
       return html`<label class="check"><input type="checkbox" id=${id} .checked=${Boolean(value ?? field.default)}
-        @change=${(/** @type {Event} */ event) => this._set(name, isChecked(event) === field.default ? null : isChecked(event))}> ${label}</label>`;
+        @change=${(/** @type {Event} */ event) => this._set(name, isChecked(event) === field.default ? null : isChecked(event))}> <span>${label}<br><span class="hint quiet small">${t(`about.${name}`)}</span></span></label>`;
     }
     if (field.kind === "choice") {
       return html`<label class="field">${label}<select id=${id} @change=${(/** @type {Event} */ event) => this._set(name, textOf(event))}>
         <option value="" ?selected=${!value}>${t("settings.default")}</option>
-        ${(field.values ?? []).map((each) => html`<option value=${each} ?selected=${each === value}>${each}</option>`)}</select></label>`;
+        ${(field.values ?? []).map((each) => html`<option value=${each} ?selected=${each === value}>${each}</option>`)}</select>
+        <span class="hint">${t(`about.${name}`)}</span></label>`;
     }
     if (field.kind === "lines") {
       return html`<label class="field wide">${label}<textarea id=${id} rows="2" aria-invalid=${Boolean(fault)} placeholder=${field.default.join("\n")} .value=${live((value ?? []).join("\n"))}
         @change=${(/** @type {Event} */ event) => this._set(name, textOf(event).split("\n").filter(Boolean))}></textarea>
-        <span class="hint">${t("settings.lines", { n: field.max ?? 0 })}${field.source ? ` · ${t("settings.default-from", { value: field.default.join(", "), source: field.source })}` : nothing}</span>${fault ? html`<span class="fault-text">${t(fault, { n: field.max ?? 0 })}</span>` : nothing}</label>`;
+        <span class="hint">${t(`about.${name}`)} ${t("settings.lines", { n: field.max ?? 0 })}${field.source ? ` · ${t("settings.default-from", { value: field.default.join(", "), source: field.source })}` : nothing}</span>${fault ? html`<span class="fault-text">${t(fault, { n: field.max ?? 0 })}</span>` : nothing}</label>`;
     }
     const range = t(field.zero ? "settings.range-or-zero" : field.isAbove ? "settings.range-above" : "settings.range", { min: number(field.min ?? 0, { maximumFractionDigits: 3 }), max: number(field.max ?? 0) });
     const isOpen = field.max === undefined || field.max > 2 ** 30;
@@ -126,7 +175,7 @@ class SettingsDialog extends PageDialog {
       <input id=${id} type="text" inputmode="decimal" autocomplete="off" aria-invalid=${Boolean(fault)} aria-describedby=${`${id}-hint`}
         placeholder=${field.default ?? ""} .value=${live(value === undefined ? "" : String(value))}
         @change=${(/** @type {Event} */ event) => this._set(name, numberOf(textOf(event)))}>
-      <span class="hint" id=${`${id}-hint`}>${hint}${isOpen ? nothing : ` · ${range}`}</span>
+      <span class="hint" id=${`${id}-hint`}>${t(`about.${name}`)} ${hint}${isOpen ? nothing : ` · ${range}`}</span>
       ${fault ? html`<span class="fault-text" role="alert">${t(fault, { range })}</span>` : nothing}</label>`;
   }
 

@@ -55,6 +55,8 @@ class SideBar extends PageElement {
       </div>
       <input class="search" type="search" aria-label=${t("side.search")} placeholder=${t("side.search")}
         .value=${this.query} @input=${this._typed}>
+      ${chats.removed ? html`<p class="removed small" role="status"><span class="grow clip" dir="auto">${t("side.removed", { title: plainLine(chats.removed.conversation.title) || t("chat.untitled") })}</span>
+        <button class="plain undo" @click=${this._undo}>${t("act.undo")}</button></p>` : nothing}
       <div class="conversations">${this._groups()}</div>
       <footer>
         <ul class="views">
@@ -132,6 +134,7 @@ class SideBar extends PageElement {
         @keydown=${(/** @type {KeyboardEvent} */ event) => this._rowKey(event, each)}>
         ${chats.isBusy(each.id) ? html`<span class="busy-dot" role="img" aria-label=${t("chat.answering")}></span>` : nothing}
         ${each.session ? html`<span class="quiet" title=${t("side.on-server")}>☁<span class="unseen">${t("side.on-server")}</span></span>` : nothing}
+        ${each.pinned ? html`<span class="pinned" role="img" aria-label=${t("side.pinned")}>${glyphs.pin()}</span>` : nothing}
         <span class="clip" dir="auto">${title}</span>
       </button>
       <span class="acts">
@@ -163,8 +166,13 @@ class SideBar extends PageElement {
     field?.select();
   }
 
-  /** @param {Conversation} each */
+  /** Delete a conversation: one of this browser can be brought back, one of the server is asked about first.
+   * @param {Conversation} each */
   async _remove(each) {
+    if (!each.session) {
+      await this._removed(each);
+      return;
+    }
     this.removing = each.id;
     await this.updateComplete;
     /** @type {HTMLElement | null} */ (this.querySelector("button.sure"))?.focus();
@@ -199,6 +207,13 @@ class SideBar extends PageElement {
     const wasOpen = chats.current?.id === each.id;
     await chats.remove(each);
     if (wasOpen) go("chat");
+    await this.updateComplete;
+    /** @type {HTMLElement | null} */ (this.querySelector(".undo") ?? this.querySelector(".search"))?.focus();
+  }
+
+  async _undo() {
+    const back = await chats.undo();
+    if (back) go("chat", back.id);
     /** @type {HTMLElement | null} */ (this.querySelector(".search"))?.focus();
   }
 }

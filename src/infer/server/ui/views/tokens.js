@@ -34,7 +34,6 @@ class TokenView extends PageElement {
   }
 
   firstUpdated() {
-    this.scrollIntoView({ block: "nearest" });
     void this._read();
   }
 

@@ -6,7 +6,7 @@ import { PageElement } from "../lib/element.js";
 import { t } from "../lib/i18n.js";
 import { plainLine } from "../lib/records.js";
 import { storage } from "../lib/storage.js";
-import { asMarkdown, exported, imported } from "../lib/transfer.js";
+import { asMarkdown, exported, imported, isHere } from "../lib/transfer.js";
 
 class TransferPanel extends PageElement {
   static properties = { said: { state: true }, isBad: { state: true } };
@@ -47,10 +47,16 @@ class TransferPanel extends PageElement {
     if (!file) return;
     try {
       const { found, leftOut } = imported(await file.text());
-      for (const { conversation, messages } of found) await storage.write(conversation, messages);
+      let numHere = 0;
+      for (const read of found) {
+        const { conversation, messages, origin } = read;
+        if (await isHere(read, [...chats.all.values()])) numHere += 1;
+        else await storage.write({ ...conversation, origin }, messages);
+      }
       await chats.load(chats.current?.id ?? "");
       this.isBad = !found.length;
-      this.said = t("transfer.done", { n: found.length });
+      this.said = t("transfer.done", { n: found.length - numHere });
+      if (numHere) this.said += ` ${t("transfer.here", { n: numHere })}`;
       if (leftOut.length) this.said += ` ${t("transfer.left-out", { names: leftOut.slice(0, 10).join(", ") })}`;
     } catch (error) {
       this.isBad = true;
