@@ -137,10 +137,9 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    paths = frozenset(api.path for api in generating)
-    state: dict[str, Any] = {"served": served, "metrics": metrics, "traces": traces}
-    state |= {"views": views, "apply": partial(_apply, pipeline, sessions)}
-    app.state = State({**state, "generating_paths": paths})
+    paths, apply = frozenset(api.path for api in generating), partial(_apply, pipeline, sessions)
+    state = {"served": served, "metrics": metrics, "traces": traces, "views": views}
+    app.state = State({**state, "apply": apply, "generating_paths": paths})
     return app
 
 
