@@ -25,7 +25,7 @@ from infer import LLM, SamplingParams
 from infer.bench.machine import reader
 from infer.bench.workloads import Draw
 from infer.kernels.invariance import linears
-from infer.kernels.linear import Linear, PackedLinear, held_bytes
+from infer.kernels.linear import Linear, PackedLinear
 from infer.kernels.native import native_obstacle
 
 INPUT_LEN, STEPS = 128, 32
@@ -105,7 +105,7 @@ def measure(options: argparse.Namespace, dtype: str) -> dict[str, Any]:
     draw = Draw(run=1)
     model = llm.core.runner.model  # type: ignore[attr-defined]
     layers, head = list(linears(model)), model.lm_head
-    num_bytes = held_bytes(layers, head, llm.config.weight_format)
+    num_bytes = sum(layer.packed.nbytes for layer in layers)  # type: ignore[attr-defined]
 
     def greedy(output_len: int) -> SamplingParams:
         return SamplingParams(max_tokens=output_len, temperature=0, ignore_eos=True)
