@@ -46,7 +46,7 @@ LEVELS = (
         " valid text of any path; how to install an optional part",
     ),
     Level(
-        "types config files kernels.loader main_memory",
+        "types config files private_files kernels.loader main_memory",
         "records that cross a boundary; settings; files that strangers wrote; the native library;"
         " main memory",
     ),

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from infer.cli.main import app as command
 from infer.errors import ConfigError
-from infer.server.http.private_files import locked
+from infer.private_files import locked
 from infer.server.observe.metrics import Metrics
 from infer.server.observe.request_trace import RequestTraces
 from infer.server.sessions.store import SessionStore

@@ -24,7 +24,7 @@ import msgspec
 from infer.config import EngineConfig, Setting, settings_of, unknown_setting
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
-from infer.server.http.private_files import warn_if_shared
+from infer.private_files import warn_if_shared
 from infer.server.served_models import MODEL_NAME, configs_of
 from infer.server.settings import ListenAddress, ServerSettings
 

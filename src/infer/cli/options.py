@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 from infer.config import EngineConfig, Setting, settings_of
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
-from infer.server.http.private_files import warn_if_shared
+from infer.private_files import warn_if_shared
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 

@@ -23,7 +23,7 @@ from socket import AF_INET, AF_INET6
 from infer.config import DEFAULT_HOST, DEFAULT_PORT
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
-from infer.server.http.private_files import warn_if_shared
+from infer.private_files import warn_if_shared
 from infer.server.settings import ServerSettings
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 

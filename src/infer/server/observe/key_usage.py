@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from infer.errors import ConfigError
-from infer.server.http.private_files import locked, state_folder, write_private
+from infer.private_files import locked, state_folder, write_private
 
 log = logging.getLogger("infer.server")
 

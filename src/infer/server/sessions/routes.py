@@ -22,9 +22,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from infer.errors import ConfigError, UnprocessableError
+from infer.private_files import state_folder
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import IGNORED, HttpError
-from infer.server.http.private_files import state_folder
 from infer.server.offload import NUM_BYTES, Offload
 from infer.server.openai import schema_base
 from infer.server.openai.chat import unnumbered

@@ -24,7 +24,7 @@ from typing import Any
 
 from infer.config import NonNegativeInt, PositiveInt, check_fields, option
 from infer.errors import ConfigError
-from infer.server.http.private_files import locked, warn_if_shared, write_private
+from infer.private_files import locked, warn_if_shared, write_private
 
 
 @dataclass(frozen=True, kw_only=True)
