@@ -224,7 +224,7 @@ LIMITED = (
                 "Comparisons._turns:FairQueue",
             ),
         ),
-        refused_at=_at("server/comparisons.py", "Comparisons.run:too_many", "_busy:HttpError"),
+        refused_at=_at("server/comparisons.py", "Comparisons.pieces:too_many", "_busy:HttpError"),
         limits=(KeyLimit("server.comparisons:MAX_OF_KEY", 1),),
         status=429,
         why="Two run, never both of one key; those of further keys wait for their turn.",
@@ -332,7 +332,7 @@ UNLIMITED = (
                 "_Loader._queue:SimpleQueue",
             ),
             *_at("replicas/launch.py", "Loads._lock:Lock"),
-            *_at("models/weights.py", "open_checkpoint.recent:deque"),
+            *_at("models/weights.py", "TensorFiles._recent:deque"),
             *_at("kernels/cuda/launch.py", "compiled_together:ThreadPoolExecutor"),
             *_at("runner/kv_storage.py", "KVStorage.__init__.preparing:BackgroundThread"),
         ),
@@ -370,8 +370,11 @@ UNLIMITED = (
             *_at(
                 "server/early_listener.py",
                 "EarlyListener._thread:BackgroundThread",
+                "_listening_for_probes.listener:EarlyListener",
                 "listening.listener:EarlyListener",
             ),
+            *_at("server/serve.py", "Server._reload:Reload", "_probes_of:ProbeServer"),
+            *_at("server/reload.py", "Reload._run:to_thread", "Reload._run:to_thread#2"),
             *_at("signals.py", "write_stacks_at:Thread"),
             *_at("cli/api_keys.py", "purge.store:SessionStore"),
         ),
@@ -381,6 +384,28 @@ UNLIMITED = (
             *_at("server/fronts.py", "_silent:HttpError"),
         ),
         why="They are made once; what callers share of them has rows of its own.",
+    ),
+    SharedResource(
+        name="health and metrics on a port of their own",
+        made_at=_at(
+            "server/probe_server.py",
+            "ProbeServer._config:Connections",
+            "ProbeServer._offload:Offload",
+            "ProbeServer._server:create_server",
+        ),
+        why="It has places of its own, where the oldest unused one gives way; no key comes here.",
+    ),
+    SharedResource(
+        name="texts of metrics",
+        made_at=(
+            *_at("server/request_views.py", "RequestViews.metrics:to_thread"),
+            *_at(
+                "server/fronts.py",
+                "FrontQueries.metrics.lines:to_thread",
+                "FrontQueries.metrics.own:to_thread",
+            ),
+        ),
+        why="One takes 2 ms of a thread with 10,000 keys, and a key's open requests are limited.",
     ),
     SharedResource(
         name="the OpenAPI document",
