@@ -18,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from infer.cli.options import ListedOptions, Model, key_from, with_engine_options
-from infer.cli.plain import plain, visible, write_any_text
+from infer.cli.plain import plain, print_line, visible, write_any_text
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, MAX_REPLICAS, EngineConfig
 from infer.errors import ConfigError, InferError
 from infer.version import VERSION
@@ -335,7 +335,7 @@ def main(arguments: list[str] | None = None, early: EarlyProcess | None = None) 
 
 def _end_with(message: str) -> None:
     line = Text.assemble(("infer:", "bold red"), " ", plain(message))
-    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+    print_line(Console(stderr=True), line)
     sys.exit(2)
 
 

@@ -128,6 +128,9 @@ class ServerSettings:
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Least level of the lines of the log.", is_live=True
     )
+    quiet: bool = option(
+        False, "Write no line for each request to a terminal; warnings and errors come in any case."
+    )
     tracing: bool = option(
         False, "Send a span for each request to where OTEL_EXPORTER_OTLP_* say (extra: otel)."
     )
