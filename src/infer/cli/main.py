@@ -265,15 +265,20 @@ def connect(
 
 @app.command()
 def top(
-    url: Annotated[str, typer.Argument(help="Where the server is.")] = LOCAL_URL,
+    address: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="The same as --url.")
+    ] = None,
+    url: Url = LOCAL_URL,
     model: OneModel = None,
     api_key: ApiKey = None,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
 ) -> None:
-    """Show what an engine does, live: seats, queue, pages, speed and each request."""
+    """Show what an engine does, live: seats, queue, pages, speed and each request. q ends it."""
     from infer.cli.top import run_top
 
-    run_top(url, model, api_key, once=once)
+    if address not in (None, url) and url != LOCAL_URL:
+        raise ConfigError("url", "is given twice: as an argument and with --url")
+    run_top(address or url, model, api_key, once=once)
 
 
 @app.command()
