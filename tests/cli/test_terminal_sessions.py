@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,9 +127,39 @@ def test_a_chat(width: int, colours: bool) -> None:
         assert shown.process.wait(30) == 0
 
 
-def test_the_environment_of_a_session_is_a_terminal() -> None:
-    """A session whose program is not there ends, and says what it has said."""
-    with session(["no-such-command"], 60) as shown:
-        assert "no command" in shown.until("no-such-command")
-        assert shown.process.wait(30) == 2
-    assert os.environ.get("TERM") != "none"
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("q", 0), ("\x1b", 0), ("\x03", 0), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+)
+def test_top_gives_the_terminal_back(
+    end: str | signal.Signals, code: int, served: tuple[Session, int, str]
+) -> None:
+    _, width, url = served
+    with session(["top", "--url", url], width) as shown:
+        before = termios.tcgetattr(shown.fd)
+        shown.until("q leaves, p pauses")
+        assert termios.tcgetattr(shown.fd) != before, "keys come as they are pressed"
+        rows = shown.screen().splitlines()
+        assert max(map(len, rows)) <= width
+        if isinstance(end, str):
+            shown.type("\x1b[A")  # an arrow key is not Esc
+            shown.type("p")
+            shown.until("paused: p goes on")
+            shown.type("p")
+            shown.until(r"(?s)paused: p goes on.*q leaves, p pauses")
+            shown.type(end)
+        else:
+            shown.process.send_signal(end)
+        shown.rest()
+        assert shown.process.wait(30) == code
+        assert shown.raw.rindex("\x1b[?1049l") > shown.raw.rindex("\x1b[?1049h")
+        assert shown.raw.rindex("\x1b[?25h") > shown.raw.rindex("\x1b[?25l")
+        assert termios.tcgetattr(shown.fd) == before
+
+
+def test_top_into_a_pipe_is_one_picture(served: tuple[Session, int, str]) -> None:
+    _, _, url = served
+    command = [sys.executable, "-m", "infer", "top", url]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert b"\x1b" not in done.stdout
+    assert done.stdout.count(b"seats ") == 1

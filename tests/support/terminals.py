@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import pty
@@ -14,11 +15,11 @@ import termios
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _STYLES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 _CLEARED = re.compile(r"[^\n]*\r\x1b\[K")
-WAIT_S = 90.0
+WAIT_S = 60.0
 
 
 @dataclass
@@ -30,20 +31,35 @@ class Session:
     """our end of the terminal"""
     raw: str = ""
     """all that has come"""
+    _decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
+    )
 
     def until(self, pattern: str) -> str:
         """The screen, as soon as its end has a match of a pattern; fails where none comes."""
         ends_s = time.monotonic() + WAIT_S
         while not (found := re.search(pattern, self.screen())):
             assert time.monotonic() < ends_s, f"no {pattern!r} in\n{self.screen()}"
-            if select.select([self.fd], [], [], 0.2)[0]:
-                try:
-                    data = os.read(self.fd, 65536)
-                except OSError:  # the process has ended
-                    data = b""
-                assert data, f"ended without {pattern!r}:\n{self.screen()}"
-                self.raw += data.decode("utf-8", "replace")
+            assert self._read(), f"ended without {pattern!r}:\n{self.screen()}"
         return self.screen()[: found.end()]
+
+    def rest(self) -> None:
+        """Read until the process has ended."""
+        ends_s = time.monotonic() + WAIT_S
+        while self._read():
+            assert time.monotonic() < ends_s, f"it does not end:\n{self.screen()}"
+
+    def _read(self) -> bool:
+        """Take what has come; False where the process has ended and nothing comes any more."""
+        has_ended = self.process.poll() is not None
+        if not select.select([self.fd], [], [], 0.2)[0]:
+            return not has_ended
+        try:
+            data = os.read(self.fd, 65536)
+        except OSError:  # nobody has the other end
+            return False
+        self.raw += self._decoder.decode(data)
+        return bool(data)
 
     def screen(self) -> str:
         """What has come, without styles and without what was cleared."""
@@ -69,10 +85,10 @@ def session(arguments: Sequence[str], columns: int, **more: str) -> Iterator[Ses
         start_new_session=True,
         env={**kept, "TERM": "xterm-256color", "LC_ALL": "C.UTF-8", **more},
     )
-    os.close(theirs)
     try:
         yield Session(process, fd)
     finally:
         process.kill()
         process.wait()
         os.close(fd)
+        os.close(theirs)

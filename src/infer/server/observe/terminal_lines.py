@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import textwrap
 import time
 from typing import Any, TextIO
 
@@ -57,11 +58,27 @@ class TerminalLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
+        width = columns_of(sys.stderr)
         if record.name != "infer.access":
-            return f"{CLEAR_LINE}{super().format(record)}"
+            lines = super().format(record).split("\n")
+            return CLEAR_LINE + "\n".join(row for line in lines for row in _rows(line, width))
         fields: dict[str, Any] = getattr(record, "fields", {})
         when = time.strftime("%H:%M:%S", time.localtime(record.created))
-        return f"{CLEAR_LINE}{when} {request_line(fields, columns_of(sys.stderr))}"
+        return f"{CLEAR_LINE}{when} {request_line(fields, width)}"
+
+
+def _rows(line: str, width: int) -> list[str]:
+    """A line cut between its words, where it is longer than the terminal is wide."""
+    if len(line) < width:
+        return [line]
+    return textwrap.wrap(
+        line,
+        width - 1,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
 
 
 def request_line(fields: dict[str, Any], width: int) -> str:
