@@ -38,12 +38,12 @@ class Level(NamedTuple):
 # From the bottom up. A module imports only from levels below its own, or from its own entry.
 LEVELS = (
     Level(
-        "errors version threads signals log_fields control_groups readiness readable_text extras"
-        " fair_queue",
+        "errors version threads signals log_fields load_stages control_groups readiness"
+        " readable_text extras fair_queue",
         "exceptions that users see; the version; threads that end before the interpreter;"
         " which signals end a server; owners that take turns;"
-        " what lines of the log carry; the limits of a container; waiting for a file;"
-        " valid text of any path; how to install an optional part",
+        " what lines of the log carry; which part of a load begins; the limits of a container;"
+        " waiting for a file; valid text of any path; how to install an optional part",
     ),
     Level(
         "types config files private_files kernels.loader main_memory",

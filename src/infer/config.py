@@ -76,10 +76,13 @@ SHIPPED_NAME = "infer-demo"
 """name under which the model that ships is served"""
 
 
-def option(default: Any, help: str, *, secret: str = "", is_live: bool = False) -> Any:
+def option(
+    default: Any, help: str, *, secret: str = "", is_live: bool = False, is_common: bool = False
+) -> Any:
     """A field of a settings class, with the help text of its command-line option. `secret`,
-    `is_live`: see `Setting`."""
-    return field(default=default, metadata={"help": help, "secret": secret, "is_live": is_live})
+    `is_live`, `is_common`: see `Setting`."""
+    more = {"secret": secret, "is_live": is_live, "is_common": is_common}
+    return field(default=default, metadata={"help": help, **more})
 
 
 def at_least(low: float) -> Meta:
@@ -126,6 +129,8 @@ class Setting(NamedTuple):
     """A pattern whose first group is what nobody may see of a value; empty where all is shown."""
     is_live: bool
     """Whether a running server can take a new value (SIGHUP)."""
+    is_common: bool
+    """Whether many people choose it, so that `--help` shows it; the others need `--help-all`."""
 
     def from_text(self, text: str) -> Any:
         """The value that a text means, as on a command line or in a variable; raises
@@ -222,6 +227,7 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
                 high=getattr(kind, "le", None),
                 secret=spec.metadata["secret"],
                 is_live=spec.metadata["is_live"],
+                is_common=spec.metadata["is_common"],
             )
         )
     return tuple(found)
@@ -350,10 +356,13 @@ class EngineConfig:
     model: str | None = option(
         None,
         "Folder of a checkpoint, GGUF file, package:NAME or hub id; default: the model that ships.",
+        is_common=True,
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub id; default: main.")
     served_model_name: str | None = option(
-        None, "Name of the model in the API; default: the folder's name or the hub id."
+        None,
+        "Name of the model in the API; default: the folder's name or the hub id.",
+        is_common=True,
     )
     chat_template: str | None = option(
         None, "File of a chat template; it replaces the model's own."
@@ -384,16 +393,21 @@ class EngineConfig:
         None,
         "Linear layers hold their weights in int8, or on CPUs in int4 (the head in int8), and"
         " compute in int8; everything else is bfloat16.",
+        is_common=True,
     )
     device: Annotated[
         str,
         name_or_pattern("^cuda:[0-9]{1,4}$", "cuda:N for the GPU number N", "auto", "cpu", "cuda"),
-    ] = option("auto", "auto = cuda where there is one, else cpu; cuda:1 = the second GPU.")
+    ] = option(
+        "auto", "auto = cuda where there is one, else cpu; cuda:1 = the second GPU.", is_common=True
+    )
     max_seq_len: PositiveInt | None = option(
-        None, "Longest prompt plus output, in tokens; default: the model's own limit."
+        None,
+        "Longest prompt plus output, in tokens; default: the model's own limit.",
+        is_common=True,
     )
     max_batch_size: PositiveInt | None = option(
-        None, "Most sequences that run at the same time; default: 32, on a GPU 256."
+        None, "Most sequences that run at the same time; default: 32, on a GPU 256.", is_common=True
     )
     max_waiting_requests: NonNegativeInt = option(
         256, "Most requests that wait for a seat; further ones are refused (503)."
@@ -479,6 +493,7 @@ class EngineConfig:
         None,
         "CPU threads; default: one for each physical performance core, within the CPU quota of a"
         " container (one less to serve a small model).",
+        is_common=True,
     )
     numa: Literal["auto", "one", "all"] = option(
         "auto",

@@ -135,7 +135,8 @@ def test_the_highest_number_of_an_engine_is_planned_or_refused(setting: Setting)
 
 
 def test_the_highest_numbers_of_a_server_serve(tmp_path: Path) -> None:
-    left_out = ("replicas", "idle_unload_s")  # processes, and models with names
+    # Processes, models with names, and a port that may be in use.
+    left_out = ("replicas", "idle_unload_s", "metrics_port")
     options = [
         f"--{each.name.replace('_', '-')}={each.kind(each.high or 0)}"
         for each in _numbers(ServerSettings)

@@ -131,3 +131,21 @@ def test_explain_against_a_hostile_server(number: int, hostile: str) -> None:
 def test_explain_at_no_address(url: str) -> None:
     result = CliRunner().invoke(app, ["explain", "x", "--url", url])
     assert isinstance(result.exception, InferError)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("of some words that do not fit", ["of some words", "that do not", "fit"]),
+        ("/a/path/that/is/long is none", ["/a/path/that/is/long", "is none"]),
+        ("é 日本語 日本語 two\n\n  x", ["é 日本語", "日本語 two", "", "  x"]),
+    ],
+)
+def test_notes_in_a_terminal_cut_no_word(text: str, rows: list[str]) -> None:
+    def shown(is_terminal: bool) -> list[str]:
+        file = io.StringIO()
+        note(Console(file=file, width=14, force_terminal=is_terminal, color_system=None), text, "")
+        return file.getvalue().splitlines()
+
+    assert shown(True) == rows
+    assert shown(False) == text.split("\n"), "a pipe gets whole lines"

@@ -101,7 +101,9 @@ def offline(
 @app.command(cls=ListedOptions)
 @_with_bench_options
 def serve(
-    base_url: Annotated[str, typer.Option(help="The URL that OpenAI's clients take.")],
+    base_url: Annotated[
+        str, typer.Option("--url", "--base-url", help="The URL that OpenAI's clients take.")
+    ],
     model: Annotated[
         str | None, typer.Option(help="The model's name there; default: the first in its list.")
     ] = None,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from infer.replicas.spawned import EarlyProcess
 from infer.signals import ended_by_signals, open_standard_streams
 
-WITHOUT_PROCESS = ("--help", "--engine-thread", "--load-on-first-use")
+WITHOUT_PROCESS = ("--help", "--help-all", "--engine-thread", "--load-on-first-use")
 """options of `infer serve` with which no engine process is started at once"""
 
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from infer.cli.options import ListedOptions, Model, key_from, with_engine_options
-from infer.cli.plain import plain, visible, write_any_text
+from infer.cli.plain import plain, print_line, visible, write_any_text
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, MAX_REPLICAS, EngineConfig
 from infer.errors import ConfigError, InferError
 from infer.version import VERSION
@@ -265,15 +265,20 @@ def connect(
 
 @app.command()
 def top(
-    url: Annotated[str, typer.Argument(help="Where the server is.")] = LOCAL_URL,
+    address: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="The same as --url.")
+    ] = None,
+    url: Url = LOCAL_URL,
     model: OneModel = None,
     api_key: ApiKey = None,
     once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
 ) -> None:
-    """Show what an engine does, live: seats, queue, pages, speed and each request."""
+    """Show what an engine does, live: seats, queue, pages, speed and each request. q ends it."""
     from infer.cli.top import run_top
 
-    run_top(url, model, api_key, once=once)
+    if address not in (None, url) and url != LOCAL_URL:
+        raise ConfigError("url", "is given twice: as an argument and with --url")
+    run_top(address or url, model, api_key, once=once)
 
 
 @app.command()
@@ -335,7 +340,7 @@ def main(arguments: list[str] | None = None, early: EarlyProcess | None = None) 
 
 def _end_with(message: str) -> None:
     line = Text.assemble(("infer:", "bold red"), " ", plain(message))
-    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+    print_line(Console(stderr=True), line)
     sys.exit(2)
 
 

@@ -2,7 +2,8 @@
 
 Names, help and choices come from the dataclass. So a new setting is an option at once, and no
 default is written twice. The dataclass itself checks the values. The result holds only the options
-that were given. `ListedOptions` is the help of commands with many options.
+that were given. `ListedOptions` is the help of commands with many options: it shows those that many
+people choose, and `--help-all` shows all.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ Model = Annotated[
     ),
 ]
 
+_RARE = "rare_options"
+"""attribute of a command's function: names of its options that only `--help-all` shows"""
+_HELP_ALL = "help_all"
+_SHOWS_ALL = "infer.shows_all_options"
 _METAVARS = {int: "N", float: "X"}
 
 
@@ -62,6 +67,11 @@ class ListedOptions(TyperCommand):
     and 80 columns they cut the names, which cannot be typed then.
     """
 
+    @property
+    def rare(self) -> frozenset[str]:
+        """The names of the options that only `--help-all` shows."""
+        return getattr(self.callback, _RARE, frozenset())
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help as a list; see click."""
         super(TyperCommand, self).format_help(ctx, formatter)
@@ -69,7 +79,11 @@ class ListedOptions(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the options below the headings of their panels; see click."""
         panels: dict[str, list[tuple[str, str]]] = {}
+        shows_all = ctx.meta.get(_SHOWS_ALL, False)
+        num_rare = 0 if shows_all else len(self.rare)
         for parameter in self.get_params(ctx):
+            if not shows_all and parameter.name in self.rare:
+                continue
             kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
             heading = getattr(parameter, "rich_help_panel", None) or kind
             if record := parameter.get_help_record(ctx):
@@ -77,6 +91,28 @@ class ListedOptions(TyperCommand):
         for heading, records in panels.items():
             with formatter.section(heading):
                 formatter.write_dl(records)
+        if num_rare:
+            formatter.write_paragraph()
+            formatter.write_text(f"{num_rare} more options: {ctx.command_path} --help-all")
+
+
+def _show_all(context: typer.Context, is_given: bool) -> None:
+    if is_given:
+        context.meta[_SHOWS_ALL] = True
+        typer.echo(context.get_help(), color=context.color)
+        raise typer.Exit
+
+
+_HelpAll = Annotated[
+    bool,
+    typer.Option(
+        "--help-all",
+        callback=_show_all,
+        is_eager=True,
+        show_default=False,
+        help="Show every option and exit.",
+    ),
+]
 
 
 def with_options(
@@ -85,26 +121,39 @@ def with_options(
     """Replaces a parameter of a typer command by one option for each field of a dataclass.
 
     The command gets the options that were given in that parameter, as a `dict[str, Any]`. `panel`
-    is their heading in the help; the fields in `leave_out` become no options.
+    is their heading in the help; the fields in `leave_out` become no options. Where some fields are
+    common, the others are rare: see `ListedOptions`.
     """
     settings = [each for each in settings_of(config) if each.name not in leave_out]
+    has_common = any(each.is_common for each in settings)
+    rare = frozenset(each.name for each in settings if has_common and not each.is_common)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        # typer makes the options from the signature.
+        parameters = dict(inspect.signature(command, eval_str=True).parameters)
+        adds_help = bool(rare) and _HELP_ALL not in parameters
+
         @functools.wraps(command)
         def called(**arguments: Any) -> None:
+            if adds_help:
+                del arguments[_HELP_ALL]
             options = {each.name: arguments.pop(each.name) for each in settings}
             given = {name: value for name, value in options.items() if value is not None}
             command(**arguments, **{parameter: given})
 
-        # typer makes the options from the signature.
-        parameters = dict(inspect.signature(command, eval_str=True).parameters)
         del parameters[parameter]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        if adds_help:
+            parameters[_HELP_ALL] = inspect.Parameter(
+                _HELP_ALL, kind, default=False, annotation=_HelpAll
+            )
         for each in settings:
-            kind, option = inspect.Parameter.KEYWORD_ONLY, _typer_option(each, panel)
+            option = _typer_option(each, panel)
             parameters[each.name] = inspect.Parameter(
                 each.name, kind, default=None, annotation=option
             )
         called.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
+        setattr(called, _RARE, rare | getattr(command, _RARE, frozenset()))
         called.__annotations__ = {name: kept.annotation for name, kept in parameters.items()}
         return called
 

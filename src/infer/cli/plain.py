@@ -10,7 +10,9 @@ from __future__ import annotations
 import io
 import re
 import sys
+from collections.abc import Iterator
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
@@ -58,4 +60,28 @@ def write_any_text() -> None:
 
 def note(console: Console, text: object, style: str = "dim") -> None:
     """Print a line that is not part of the output."""
-    console.print(plain(text, style), highlight=False, soft_wrap=True)
+    print_line(console, plain(text, style))
+
+
+def print_line(console: Console, line: Text) -> None:
+    """Print a line of any length. A terminal gets it in rows of whole words; a word that is longer
+    than a row, such as a path, stays whole, so that it can be copied."""
+    rows = [line]
+    if console.is_terminal:
+        lines = line.split("\n", allow_blank=True)
+        rows = [row for each in lines for row in _rows(each, console.width)]
+    for row in rows:
+        console.print(row, highlight=False, soft_wrap=True)
+
+
+def _rows(line: Text, width: int) -> Iterator[Text]:
+    """A line cut between its words into rows of `width` columns."""
+    ends, room = [], width
+    for word in re.finditer(r"\s*\S+", line.plain):
+        room -= cell_len(word[0])
+        if room < 0 and word.start():
+            ends.append(word.start())
+            room = width - cell_len(word[0].lstrip())
+    for number, row in enumerate(line.divide(ends)):
+        spaces = len(row.plain) - len(row.plain.lstrip()) if number else 0
+        yield row[spaces:] if spaces else row

@@ -12,6 +12,7 @@ import typer
 
 from infer.cli.configuration import FILE_VARIABLE, MODEL, Configuration, read_again
 from infer.cli.options import ListedOptions, Model, with_engine_options, with_options
+from infer.cli.serve_screen import screen_of
 from infer.errors import ConfigError
 from infer.replicas.spawned import EarlyProcess
 from infer.server.early_listener import listening
@@ -89,9 +90,12 @@ def serve(
         early: EarlyProcess | None = context.obj  # started by `cli.entry`
         if early is None and not (engine_thread or chosen.load_on_first_use):
             early = held.enter_context(EarlyProcess())
-        held.enter_context(log_on_stderr(chosen.log_format, chosen.log_level))
-        at = found.address
-        listener = held.enter_context(listening(chosen, at.host, at.port, names_of(configs)))
+        held.enter_context(
+            log_on_stderr(chosen.log_format, chosen.log_level, is_quiet=chosen.quiet)
+        )
+        at, names = found.address, names_of(configs)
+        listener = held.enter_context(listening(chosen, at.host, at.port, names))
+        screen = held.enter_context(screen_of(chosen.log_format, names))
         # These imports take as long as half of those of the engine process.
         from infer.server.serve import serve_config
 
@@ -103,4 +107,5 @@ def serve(
             listener=listener,
             read_again=functools.partial(read_again, flags, config),
             hangup=hangup,
+            screen=screen,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from rich.text import Text
 from infer.cli.engine_state import EngineState, Fields, SeenRequest
 from infer.cli.explain import one_line, opened
 from infer.cli.plain import plain
+from infer.cli.pressed_keys import ESCAPE, interrupt_main, pressed_keys
 from infer.errors import InferError
 
 MAX_LINE_BYTES = 1 << 20
@@ -24,9 +26,13 @@ MAX_LINE_BYTES = 1 << 20
 REFRESH_S = 0.2
 ONCE_S = 1.2
 """The seconds after which `--once` shows what there is: the first frames have come."""
+NARROW = 80
+"""Columns of a terminal below which requests have short names and no age."""
 WIDE = 100
 """Columns of a terminal that is wide enough for all that is known of replicas, and for all gauges
 in one line."""
+KEYS, PAUSED = "q leaves, p pauses", "paused: p goes on, q leaves"
+"""what is said of the keys"""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _END = {
     "shutting_down": "the server shuts down",
@@ -57,14 +63,57 @@ def _lines(reply: Any) -> Iterator[bytes]:
         yield line
 
 
+class _View:
+    """The full screen, and what its keys do: q and Esc leave, p pauses."""
+
+    def __init__(self, console: Console, url: str) -> None:
+        self._live = Live(console=console, auto_refresh=False, screen=True)
+        self._console, self._url = console, url
+        self._shown_s = 0.0
+        self._is_paused = self._shows_pause = False
+
+    def press(self, key: str) -> None:
+        """A key was pressed."""
+        if key in ("q", "Q", ESCAPE):
+            interrupt_main()
+        elif key in ("p", "P", " "):
+            self._is_paused = not self._is_paused
+
+    def show(self, state: EngineState) -> None:
+        """Show the state, unless it was shown just now or the view pauses."""
+        now_s, is_paused = time.monotonic(), self._is_paused
+        changes = is_paused != self._shows_pause
+        if not changes and (is_paused or now_s < self._shown_s + REFRESH_S):
+            return
+        if not self._shown_s:
+            self.enter()
+        self._shown_s, self._shows_pause = now_s, is_paused
+        width, height = self._console.size
+        shown = picture(state, self._url, width, height, keys=PAUSED if is_paused else KEYS)
+        self._live.update(shown, refresh=True)
+
+    def enter(self) -> None:
+        """Begin the full screen."""
+        self._live.start()
+
+    def leave(self) -> None:
+        """End it, if it has begun."""
+        self._live.stop()
+
+
 def run_top(url: str, model: str | None, api_key: str | None, *, once: bool) -> None:
-    """`infer top`; returns when the stream ends, or at Ctrl+C."""
+    """`infer top`; returns when the stream ends, at Ctrl+C, q or Esc, and where stdout is no
+    terminal after one picture."""
     console = Console(highlight=False)
-    state, shown_s, ends_s = EngineState(), 0.0, time.monotonic() + ONCE_S
+    once = once or not console.is_terminal
+    state, ends_s = EngineState(), time.monotonic() + ONCE_S
     path = "/v1/engine/events" + (f"?model={quote(model, safe='')}" if model else "")
-    live = Live(console=console, auto_refresh=False, screen=not once)
+    view = _View(console, url)
     try:
-        with opened(url, path, api_key, f"the stream of {url} has broken off") as reply:
+        with (
+            contextlib.nullcontext() if once else pressed_keys(view.press, view.leave, view.enter),
+            opened(url, path, api_key, f"the stream of {url} has broken off") as reply,
+        ):
             for kind, fields in events_of(_lines(reply)):
                 try:
                     state.take(kind, fields)
@@ -73,36 +122,39 @@ def run_top(url: str, model: str | None, api_key: str | None, *, once: bool) -> 
                 served = state.hello.get("model")
                 if model is not None and served not in (None, model):  # it serves only one
                     raise InferError(f"there is no model {model!r} at {url}, which has {served!r}")
-                now_s = time.monotonic()
-                if once and now_s >= ends_s:
+                if not once:
+                    view.show(state)
+                elif time.monotonic() >= ends_s:
                     break
-                if not once and now_s >= shown_s + REFRESH_S:
-                    if not shown_s:
-                        live.start()
-                    shown_s = now_s
-                    live.update(picture(state, url, *console.size), refresh=True)
     except KeyboardInterrupt:
         pass
     finally:
-        live.stop()
+        view.leave()
     if once:
         console.print(picture(state, url, console.width, 0))
     elif state.end is not None:
         console.print(plain(_END.get(state.end, state.end)))
 
 
-def picture(state: EngineState, url: str, width: int, height: int) -> RenderableType:
-    """The whole view; `height` in lines limits the table, 0 = all requests."""
-    parts: list[RenderableType] = [_head(state, url), _numbers(state, width), _latencies(state)]
+def picture(
+    state: EngineState, url: str, width: int, height: int, keys: str = ""
+) -> RenderableType:
+    """The whole view; `height` in lines limits the table, 0 = all requests. `keys`: what is said of
+    the keys."""
+    parts: list[RenderableType] = [_head(state, url), _numbers(state, width)]
+    parts.append(_latencies(state, width))
     parts += _charts(state, width)
     if state.replicas:
         parts.append(_replicas(state, width))
     rows = sorted(state.requests.values(), key=_place)
-    num_above = 12 + (width < WIDE) + (3 + 2 * len(state.replicas) if state.replicas else 0)
+    num_above = 12 + bool(keys) + (3 if width < WIDE else 0)
+    num_above += 3 + 2 * len(state.replicas) if state.replicas else 0
     most = max(3, height - num_above) if height else len(rows)
     parts.append(_table(state, rows[:most], width))
     if len(rows) > most:
         parts.append(plain(f"… and {len(rows) - most} more requests", "dim"))
+    if keys:
+        parts.append(plain(keys, "yellow" if keys == PAUSED else "dim"))
     return Group(*parts)
 
 
@@ -136,17 +188,15 @@ def _numbers(state: EngineState, width: int) -> Text:
         ("   waiting ", "dim"),
         f"{gauges.get('waiting', 0)}",
         ("   preempted ", "dim"),
-        f"{gauges.get('preempted', 0)}",
+        f"{gauges.get('preempted', 0)}   {state.rate(steps):,.0f}",
+        (" steps/s", "dim"),
         "   " if width >= WIDE else "\n",
         ("pages ", "dim"),
         f"{_bar(used, 16)} {used:.0%} of {pages:,}, {gauges.get('cached_pages', 0):,} cached",
-        ("   ", ""),
-        f"{state.rate(steps):,.0f}",
-        (" steps/s", "dim"),
     )
 
 
-def _latencies(state: EngineState) -> Text:
+def _latencies(state: EngineState, width: int) -> Text:
     first = sorted(ms for _, ms in state.first_token_ms)
     gaps = [state.gap_percentile(share) for share in (0.5, 0.99)]
     shown = ["–" if gap is None else f"≤ {_ms(gap)}" for gap in gaps]
@@ -155,11 +205,12 @@ def _latencies(state: EngineState) -> Text:
         _ms(first[len(first) // 2]) if first else "–",
         (" p99 ", "dim"),
         _ms(first[min(len(first) - 1, len(first) * 99 // 100)]) if first else "–",
-        ("   between tokens p50 ", "dim"),
+        "   " if width >= WIDE else "\n",
+        ("between tokens p50 ", "dim"),
         shown[0],
         (" p99 ", "dim"),
         shown[1],
-        ("   (the last minute)", "dim"),
+        ("   (the last minute)" if width >= NARROW else "", "dim"),
     )
 
 
@@ -219,19 +270,25 @@ def _replicas(state: EngineState, width: int) -> Table:
 def _table(state: EngineState, rows: list[SeenRequest], width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
     has_replicas = bool(state.replicas)
-    is_narrow = has_replicas and width < WIDE
+    is_narrow = width < (WIDE if has_replicas else NARROW)
+    is_tiny = width < NARROW
     if has_replicas:
         table.add_column("replica", no_wrap=True, max_width=12 if is_narrow else 16)
     table.add_column("seat", justify="right")
-    table.add_column("request", no_wrap=True, max_width=13 if is_narrow else 24)
-    table.add_column("state")
+    table.add_column("request", no_wrap=True, max_width=13 if is_narrow else 24, min_width=8)
+    table.add_column("state", no_wrap=True)
     table.add_column("progress" if is_narrow else "cached · prompt · output", no_wrap=True)
     table.add_column("tokens", justify="right", no_wrap=True)
-    table.add_column("age", justify="right", no_wrap=True)
-    room = max(10, min(48, width - (90 if has_replicas else 72)))
+    if not is_tiny:
+        table.add_column("age", justify="right", no_wrap=True)
+    room = max(8, min(48, width - (90 if has_replicas else 72)))
     for request in rows:
         name = "somebody else's" if request.name is None else request.name
+        if is_tiny and request.name is not None:  # its beginning is that of all
+            name = name.rpartition("-")[2][:8]
         choice = f" #{request.choice}" if request.choice else ""
+        if len(name) + len(choice) > (most := 13 if is_narrow else 24):  # the choice stays
+            name = f"{name[: most - 1 - len(choice)]}…"
         own = request.state
         style = {"running": "green", "preempted": "yellow"}.get(own.status, "dim")
         doing = "prompt" if own.status == "running" and not own.num_output else own.status
@@ -242,7 +299,7 @@ def _table(state: EngineState, rows: list[SeenRequest], width: int) -> Table:
             plain(doing, style),
             _progress(request, room),
             f"{own.num_tokens}+{own.num_output}/{request.max_tokens}",
-            f"{(state.now_ms - request.since_ms) / 1000:.1f} s",
+            *([] if is_tiny else [f"{(state.now_ms - request.since_ms) / 1000:.1f} s"]),
         )
     return table
 

@@ -37,6 +37,7 @@ from infer.engine.commands import Command
 from infer.engine.engine_client import HEARTBEAT_S
 from infer.engine.loop import Blueprint, EngineLoop, freeze_heap
 from infer.errors import LoadError
+from infer.load_stages import send_stages
 from infer.main_memory import return_freed_memory
 from infer.signals import leave_signals_to_parent, write_stacks_at
 from infer.types import ErrorRecord, StepOutput
@@ -171,6 +172,7 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
     logger = logging.getLogger("infer")
     logger.addHandler(_LogToParent(channel))
     logger.setLevel(begin.log_level)
+    send_stages()
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(frames, commands), daemon=True).start()
     try:

@@ -558,6 +558,8 @@ def fleet_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
         batching_mode=first.batching_mode,
         page_size=first.page_size,
         prefix_caching=first.prefix_caching,
+        weights=first.weights,
+        weight_bytes=sum(each.weight_bytes for each in limits),
     )
 
 

@@ -19,7 +19,6 @@ import contextlib
 import functools
 import gc
 import logging
-import os
 import secrets
 import signal
 import socket
@@ -55,6 +54,7 @@ from infer.server.probe_server import ProbeServer
 from infer.server.reload import ReadAgain, Reload
 from infer.server.request_views import RequestViews
 from infer.server.route_table import unknown_model_statuses
+from infer.server.screen import Screen, Served
 from infer.server.served_models import names_of
 from infer.server.service_manager import ServiceManager
 from infer.server.sessions import NO_SESSIONS
@@ -99,9 +99,11 @@ class Server(uvicorn.Server):
         early: EarlyListener | None = None,
         read_again: ReadAgain | None = None,
         hangup: Hangup | None = None,
+        screen: Screen | None = None,
     ) -> None:
-        """`early`: answers at `sock` until the server does. `read_again`: the settings as they are
-        given now. `hangup`: tells what a HUP means, since the start."""
+        """`announce`: gets the line that says where it serves. `early`: answers at `sock` until the
+        server does. `read_again`: the settings as they are given now. `hangup`: tells what a HUP
+        means, since the start. `screen`: is told of the beginning and the end."""
         settings = settings or ServerSettings()
         self._limits = most = settings.limits
         limits = connection_limits(ConnectionLimits(most.max_connections, most.probe_connections))
@@ -132,13 +134,12 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(settings.drain_timeout_s + _LAST_WORDS_S),
             )
         )
-        self._engine = engine
-        self._sock, self._early = sock, early
+        self._engine, self._sock, self._early = engine, sock, early
         self._reload = Reload(settings, Certificate(settings), app.state.apply, read_again)
         self._hangup = hangup or Hangup()
         self._manager = ServiceManager()
         self._probes = _probes_of(early, app.state.views, settings, places)
-        self._announce = announce
+        self._announce, self._screen = announce, screen
         self._port_closes_s: float | None = None
         """when newcomers are served no longer, on the monotonic clock; None: not known, or past"""
         self._stays_until_s = 0.0
@@ -180,13 +181,22 @@ class Server(uvicorn.Server):
         finally:
             for connection in begun:
                 connection.close()
-        if self._announce is not None:
-            engine = self._engine
-            names, more = engine.model_name, ""
-            if isinstance(engine, ModelRouter):
-                names, more = engine.announcement
-            self._announce(f"infer serves {names} at {url} (Ctrl+C to stop){more}")
+        self._say_where(url)
         self._manager.ready(f"serves at {url}")
+
+    def _say_where(self, url: str) -> None:
+        engine = self._engine
+        if isinstance(engine, ModelRouter):
+            (names, more), engines = engine.announcement, engine.engines()
+        else:
+            names, more, engines = engine.model_name, "", [engine]
+        line = f"infer serves {names} at {url} (Ctrl+C to stop){more}"
+        if self._announce is not None:
+            self._announce(line)
+        if self._screen is not None:
+            has_page = self.settings.ui
+            served = Served(names=names, engines=engines, url=url, has_page=has_page)
+            self._screen.serving(line, served)
 
     async def _take(self, begun: list[socket.socket]) -> None:
         """Serve connections that have been accepted before, as if they were accepted now."""
@@ -236,6 +246,10 @@ class Server(uvicorn.Server):
         """Begin to end: at once, or once proxies have seen that the server is not ready."""
         self._manager.stopping()
         delay_s = self.settings.drain_delay_s
+        if self._screen is not None and self._loop is not None:  # a signal may interrupt a print
+            timeout_s = delay_s + self.settings.drain_timeout_s
+            tell = self._screen.ending
+            self._loop.call_soon_threadsafe(tell, self._engine.num_open, timeout_s)
         if not delay_s:
             self._drain()
             return
@@ -343,19 +357,6 @@ def _app_of(
     return app, TurnAway(engine, paths, on_end, status)
 
 
-def _announce(text: str) -> None:
-    """Print to stdout, or log where stdout cannot be written."""
-    try:
-        print(text, flush=True)
-    except UnicodeEncodeError:  # a name that the locale has no letters for
-        print(text.encode("ascii", "backslashreplace").decode(), flush=True)
-    except (OSError, ValueError) as error:  # it is full, or closed
-        log.info("%s", text)
-        log.warning("stdout cannot be written (%s)", error)
-        # At its end the interpreter would try to write the rest of the buffer, and fail.
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-
-
 def serve_config(
     config: EngineConfig | Mapping[str, EngineConfig],
     settings: ServerSettings,
@@ -367,20 +368,24 @@ def serve_config(
     listener: EarlyListener | None = None,
     read_again: ReadAgain | None = None,
     hangup: Hangup | None = None,
+    screen: Screen | None = None,
 ) -> None:
     """Bind the address, start the engine and serve. Raises `LoadError` where one of them fails.
 
     A mapping of names to configs makes an engine for each; see `ModelRouter`. With `in_thread` the
     engine runs in this process, which ends with it; that is for comparisons. `early`: the process
     of the first engine, where it has been started before. `listener`: what answers at the address
-    until the server does, where that has been started before. `read_again`, `hangup`: see `Server`.
+    until the server does, where that has been started before. `read_again`, `hangup`, `screen`: see
+    `Server`.
     """
     _check_combination(
         settings, has_names=not isinstance(config, EngineConfig), in_thread=in_thread
     )
     open_standard_streams()
     with contextlib.ExitStack() as held:
-        held.enter_context(log_on_stderr(settings.log_format, settings.log_level))
+        held.enter_context(
+            log_on_stderr(settings.log_format, settings.log_level, is_quiet=settings.quiet)
+        )
         if listener is None:
             listener = held.enter_context(listening(settings, host, port, names_of(config)))
         _check_stores(settings)
@@ -408,7 +413,7 @@ def serve_config(
             engine = launch(_with_seed(config))
         else:
             engine = _router(config, launch, settings, loads, listener)
-        run(engine, listener.sock, settings, listener, page, read_again, hangup)
+        run(engine, listener.sock, settings, listener, page, read_again, hangup, screen)
 
 
 def _router(
@@ -475,6 +480,7 @@ def run(
     page: Page | None = None,
     read_again: ReadAgain | None = None,
     hangup: Hangup | None = None,
+    screen: Screen | None = None,
 ) -> None:
     """Serve until SIGINT or SIGTERM, at the address that `bind` or `unix_socket` has bound; see
     `Server`, also for the rest. `page`: the settings' page, where it has been read before."""
@@ -486,11 +492,11 @@ def run(
             engine,
             sock,
             settings,
-            announce=_announce,
             page=page,
             early=early,
             read_again=read_again,
             hangup=hangup,
+            screen=screen or Screen(),
         )
         freeze_heap()
         gc.set_threshold(700, 10, _MAX_COLLECTIONS)  # `on_tick` does the full collections

@@ -32,9 +32,9 @@ PASSWORD_OF_URL = r"://[^/@\s]*?:([^/@\s]+)@"
 class ListenAddress:
     """Where a server listens; the constructor raises `ConfigError`."""
 
-    host: str = option(DEFAULT_HOST, "Address to listen on.")
+    host: str = option(DEFAULT_HOST, "Address to listen on.", is_common=True)
     port: Annotated[int, Meta(ge=0, le=MAX_PORT)] = option(
-        DEFAULT_PORT, "Port to listen on; 0 = any free port."
+        DEFAULT_PORT, "Port to listen on; 0 = any free port.", is_common=True
     )
 
     def __post_init__(self) -> None:
@@ -81,6 +81,7 @@ class ServerSettings:
     replicas: Annotated[int, Meta(ge=1, le=MAX_REPLICAS)] = option(
         1,
         "Engines of each model, which stand in for each other; cores, memory or GPUs are divided.",
+        is_common=True,
     )
     routing: Literal["prefix", "least", "round-robin"] = option(
         "prefix",
@@ -123,22 +124,29 @@ class ServerSettings:
         "infer", "How names in /metrics begin; with vllm, dashboards made for vLLM work."
     )
     log_format: Literal["text", "json"] = option(
-        "text", "json = one line of JSON for each event and each request."
+        "text", "json = one line of JSON for each event and each request.", is_common=True
     )
     log_level: Literal["debug", "info", "warning", "error"] = option(
         "info", "Least level of the lines of the log.", is_live=True
+    )
+    quiet: bool = option(
+        False,
+        "Write no line for each request to a terminal; warnings and errors come in any case.",
+        is_common=True,
     )
     tracing: bool = option(
         False, "Send a span for each request to where OTEL_EXPORTER_OTLP_* say (extra: otel)."
     )
     api_keys: str | None = option(
-        None, "File of the API keys (made by infer keys create); default: no keys are needed."
+        None,
+        "File of the API keys (made by infer keys create); default: no keys are needed.",
+        is_common=True,
     )
     public_prefixes: str | None = option(
         None, "Folder of texts (NAME.txt), such as system messages, whose cache keys may share."
     )
     insecure: bool = option(
-        False, "Without keys, listen on an address that other machines can reach."
+        False, "Without keys, listen on an address that other machines can reach.", is_common=True
     )
     ssl_certfile: str | None = option(
         None, "File of the certificate (PEM, with its chain); the server then speaks HTTPS."

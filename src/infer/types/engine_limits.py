@@ -25,6 +25,11 @@ class EngineLimits:
     """tokens in a page of the KV cache; 0 where nobody has said it"""
     prefix_caching: bool = True
     """whether prompts that begin alike share pages"""
+    weights: str = ""
+    """number format of the weights and where they are, such as "int8 on cpu"; empty where nobody
+    has said it"""
+    weight_bytes: int = 0
+    """size of the weights in bytes; 0 where nobody has said it"""
 
     @property
     def max_unfinished(self) -> int:

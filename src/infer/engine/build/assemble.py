@@ -56,6 +56,7 @@ from infer.files import reading
 from infer.kernels import cuda
 from infer.kernels.invariance import batch_invariance_problem
 from infer.kernels.team import CoresTaken
+from infer.load_stages import begin_stage
 from infer.main_memory import gib
 from infer.memory_pressure import MemoryRoom
 from infer.models.model import Model, build_model
@@ -124,6 +125,7 @@ def prepare(
     read, `ConfigError` for settings that are impossible or do not fit into memory.
     """
     main_memory.keep_freed_memory()
+    begin_stage("reading the checkpoint")
     checkpoint = find_checkpoint(
         config.model, revision=config.revision, dummy=config.load_format == "dummy"
     )
@@ -334,6 +336,7 @@ def _build(
     started_s = time.perf_counter()
     dtype, device = where
     before = machine.used_bytes(device)
+    begin_stage("loading the weights")
     with reading(f"the weights of {checkpoint.name}"), verified(checkpoint):
         source = _source(config, checkpoint, dtype, device)
         model = build_model(checkpoint.config, source, plan.max_seq_len)
@@ -342,8 +345,10 @@ def _build(
     scheduler_config = _scheduler_config(config, plan, device)
     seats = 1 if config.batching_mode == "sequential" else scheduler_config.max_batch_size
     factory = RunnerFactory(config, plan, model, restrictions, device, seats, has_process)
+    begin_stage("making the KV cache")
     num_pages = pages_that_fit(factory)
     storage = factory.storage(num_pages)
+    begin_stage("trying the kernels")
     runner = factory.runner(storage)
     if factory.launches:
         factory.warm_up(runner)
@@ -364,6 +369,8 @@ def _build(
         batching_mode=config.batching_mode,
         page_size=plan.page_size,
         prefix_caching=config.prefix_caching,
+        weights=f"{plan.dtype} on {device}",
+        weight_bytes=plan.weight_bytes,
     )
     held = None if before is None or after is None else after - before
     _log_ready(checkpoint.name, plan, device, held, num_pages, started_s)

@@ -166,6 +166,9 @@ class AsyncLLM:
         self.batching_mode = input_processor.limits.batching_mode
         self.page_size = input_processor.limits.page_size
         """tokens in a page of the KV cache"""
+        self.weights = input_processor.limits.weights
+        self.weight_bytes = input_processor.limits.weight_bytes
+        """see `EngineLimits`, as the one before"""
         self.engine_client = worker
         """the engine: a thread or a process"""
         self._input_processor = input_processor

@@ -4,7 +4,7 @@
 sizes, times, addresses and names of keys, and never the text of a prompt or an answer. JSON escapes
 control characters, so a line cannot be forged. `LogWriter` hands lines to a thread, so that a pipe
 that nobody reads blocks nothing: lines that do not fit into its queue are dropped and counted.
-`log_on_stderr` installs both.
+`log_on_stderr` installs both; in a terminal the lines are those of `terminal_lines`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from infer.log_fields import LOG_FIELDS
 from infer.readiness import WRITABLE, is_ready
 from infer.server.http.connections import PROBE_PATHS
+from infer.server.observe.terminal_lines import TerminalLines, is_for_people, is_terminal
 from infer.threads import BackgroundThread
 
 if TYPE_CHECKING:
@@ -181,9 +182,11 @@ def _takes(fd: int, timeout_s: float) -> bool:
 
 
 @contextlib.contextmanager
-def log_on_stderr(log_format: str, level: str = "info") -> Iterator[None]:
+def log_on_stderr(
+    log_format: str, level: str = "info", *, is_quiet: bool = False
+) -> Iterator[None]:
     """Writes logs to stderr: those of `infer` from `level` on, and warnings of the libraries it
-    stands on.
+    stands on. Requests have lines in JSON, and in a terminal unless `is_quiet`.
 
     Does nothing where the program has set up logging.
     """
@@ -192,13 +195,21 @@ def log_on_stderr(log_format: str, level: str = "info") -> Iterator[None]:
         yield
         return
     handler = LogWriter()
-    handler.setFormatter(JsonLines() if log_format == "json" else logging.Formatter("%(message)s"))
+    shows_requests = log_format == "json"
+    if shows_requests:
+        handler.setFormatter(JsonLines())
+    elif is_terminal(sys.stderr):
+        handler.setFormatter(TerminalLines())
+        handler.addFilter(is_for_people)
+        shows_requests = not is_quiet
+    else:
+        handler.setFormatter(logging.Formatter("%(message)s"))
     loggers = [logger, *(logging.getLogger(name) for name in ("uvicorn", "asyncio", "py.warnings"))]
     for each in loggers:
         each.addHandler(handler)
     logging.captureWarnings(True)
     set_log_level(level)
-    access.setLevel(logging.INFO if log_format == "json" else logging.WARNING)
+    access.setLevel(logging.INFO if shows_requests else logging.WARNING)
     try:
         yield
     finally:

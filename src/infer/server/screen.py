@@ -1,0 +1,56 @@
+"""`Screen`: what a server tells the person who has started it
+
+Without a terminal there is only the line on stdout that says where the server is. Programs that
+start a server read it, so its form stays as it is. The command line has a screen for terminals.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it takes long to import, and the spinner begins before
+    from infer.engine.client.async_llm import AsyncLLM
+
+log = logging.getLogger("infer.server")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What a server serves, at the moment when it begins to."""
+
+    names: str
+    """of all models, separated by commas"""
+    engines: Sequence[AsyncLLM]
+    """those that are loaded"""
+    url: str
+    has_page: bool
+    """whether browsers get a page at `url`"""
+
+
+class Screen:
+    """See the module's docstring. This one shows the line on stdout, and nothing else."""
+
+    def serving(self, line: str, served: Served) -> None:
+        """The server takes requests; `line` says so."""
+        announce(line)
+
+    def ending(self, num_open: int, timeout_s: float) -> None:
+        """The server ends after its `num_open` requests, or after `timeout_s` seconds."""
+
+
+def announce(text: str) -> None:
+    """Print to stdout, or log where stdout cannot be written."""
+    try:
+        print(text, flush=True)
+    except UnicodeEncodeError:  # a name that the locale has no letters for
+        print(text.encode("ascii", "backslashreplace").decode(), flush=True)
+    except (OSError, ValueError) as error:  # it is full, or closed
+        log.info("%s", text)
+        log.warning("stdout cannot be written (%s)", error)
+        # At its end the interpreter would try to write the rest of the buffer, and fail.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
