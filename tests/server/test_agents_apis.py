@@ -461,3 +461,27 @@ def test_many_references_to_a_long_tool_are_one_definition() -> None:
     body = {"messages": [{"role": "user", "content": [result, result]}], "tools": [long]}
     messages = plain_messages(read(CountTokensBody, body, []).chat)
     assert "".join(message["content"] for message in messages).count("x" * 1000) == 1
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue"}])
+def test_a_conversation_that_the_server_is_to_hold_is_refused_as_its_client_knows(
+    thread: dict[str, Any],
+) -> None:
+    """Anthropic's loops over tools ask for it, and send the whole conversation only when told."""
+    reply = ask(make_hash_llm(), MESSAGES, body_for(MESSAGES, max_tokens=4, thread=thread))
+    error = reply.json()["error"]
+    assert (reply.status, error["type"]) == (400, "invalid_request_error")
+    assert error["details"]["error_code"] == "thread_unsupported_request"
+    assert error["details"]["unsupported"] == ["thread"]
+    body = body_for(MESSAGES, max_tokens=4, thread=None)
+    assert ask(make_hash_llm(), MESSAGES, body).status == 200
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"max_tokens": 0}, {"temperature": 9}, {"top_k": -5}, {"stop_sequences": ["x"] * 999}],
+    ids=lambda field: next(iter(field)),
+)
+def test_a_value_out_of_range_is_a_status_that_anthropics_api_has(field: dict[str, Any]) -> None:
+    reply = ask(make_hash_llm(), MESSAGES, {**body_for(MESSAGES), "max_tokens": 4, **field})
+    assert (reply.status, reply.json()["error"]["type"]) == (400, "invalid_request_error")

@@ -26,7 +26,7 @@ from infer.server.openai.answer_parts import (
     head_of,
     wire_reason,
 )
-from infer.server.openai.events import dump, event
+from infer.server.openai.events import dump
 from infer.server.openai.generating_api import Keeps, OnMessage, Part, StreamFormat
 from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.large_json import Later
@@ -469,7 +469,7 @@ class ChatAnswer:
         self._reader = ChatReader(engine, wire, requests)
         self._usage = self._reader.usage
         self._details = TokenDetails(engine.tokenizer, wire, requests)
-        self._chunks = ChunkWriter(self._head, wire.stream_options, self._usage)
+        self._chunks = ChunkWriter(self._head, len(requests), wire.stream_options, self._usage)
         self._num_calls = [0] * len(requests)
         self._call_id = f"call_{bare_id(answer_id)}"
 
@@ -547,8 +547,8 @@ class ChatAnswer:
     def closing(self) -> Iterator[bytes]:
         return self._chunks.closing()
 
-    def failure(self, error: str) -> bytes:
-        return event(error)
+    def failure(self, error: str) -> Iterator[bytes]:
+        return self._chunks.failure('"delta":{}', error)
 
     # ---- of one choice
 
