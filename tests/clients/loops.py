@@ -8,6 +8,7 @@ server: templates, their adaptation, the parser, streams.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import threading
@@ -101,7 +102,8 @@ def talking(
     assert tokenizer.tool_use is not None
     core = make_hash_core(**engine_settings(max_seq_len))
     core.runner = make_runner(tokenizer, tokenizer.tool_use.format)
-    return AsyncLLM(EngineThread(core), InputProcessor(tokenizer, limits_of(core)), "loop")
+    limits = dataclasses.replace(limits_of(core), vocab_size=tokenizer.vocab_size)
+    return AsyncLLM(EngineThread(core), InputProcessor(tokenizer, limits), "loop")
 
 
 def tokenizer_of(folder: Path, source: str) -> Tokenizer:

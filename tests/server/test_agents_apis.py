@@ -516,7 +516,7 @@ def test_the_grammar_of_a_forced_custom_tool_is_held_or_named(
         asked.append(request)
         add(request, *sent)
 
-    core.add = noted  # type: ignore[method-assign]
+    core.add = noted  # type: ignore[assignment, method-assign]
     reply = ask(engine, RESPONSES, body)
     assert reply.status == 200, reply.body
     [grammar] = {request.sampling.grammar for request in asked}
