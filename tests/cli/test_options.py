@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -98,3 +99,16 @@ def test_memory_that_no_machine_has(free: str) -> None:
     done = CliRunner().invoke(app, ["plan", "--free-gib", free])
     assert isinstance(done.exception, ConfigError)
     assert "free_gib: must be between 0 and" in str(done.exception)
+
+
+def test_the_contexts_of_an_agent_are_planned() -> None:
+    done = CliRunner().invoke(app, ["plan", "--agent", "--json"])
+    plan = json.loads(done.stdout)
+    token = plan["kv_bytes_per_token"]
+    assert plan["agent_window_bytes"] == {"32768": 32768 * token, "65536": 65536 * token}
+    assert "agent_window_bytes" not in json.loads(
+        CliRunner().invoke(app, ["plan", "--json"]).stdout
+    )
+    shown = CliRunner().invoke(app, ["plan", "--agent"]).stdout
+    assert "context of 32,768" in shown
+    assert "context of 65,536" in shown

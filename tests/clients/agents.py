@@ -20,11 +20,24 @@ from typing import Any
 
 from infer.cli.connect import AGENTS as CONNECTED
 from infer.cli.connect import find_target
+from infer.engine.client.async_llm import AsyncLLM
+from infer.engine.client.input import InputProcessor
+from infer.replicas.fleet import Fleet
+from infer.replicas.routing import PrefixRouter
+from infer.schedule.sequence import Plan, Sampled
 from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import ToolFormat
-from tests.clients.loops import TalkingRunner, listening, talking
+from tests.clients.loops import (
+    TalkingRunner,
+    engine_settings,
+    listening,
+    talking,
+    tokenizer_of,
+)
+from tests.support.fleet_replicas import EngineDies
+from tests.support.linked_engines import LinkedEngine, remote
 from tests.support.published_templates import templates
 
 WINDOW = 600_000
@@ -34,6 +47,8 @@ RESULT = "<tool_response>"
 ANSWER = "The secret was 42, and now it is 43."
 QUESTION = "Read note.txt, add one to the secret, and say what it was."
 NOTE = "The secret is 42.\n"
+NUM_SAID = 20
+"""tokens of an answer after which an engine dies"""
 Steps = Sequence[Sequence[tuple[str, dict[str, Any]]]]
 
 
@@ -129,15 +144,58 @@ class AgentRunner(TalkingRunner):
         self._steps = steps
         self.prompts: list[str] = []
         """all prompts, in order"""
+        self.num_results = 0
+        """in the last one"""
 
     def answer(self, prompt: str) -> str:
         self.prompts.append(prompt)
+        self.num_results = prompt.count(RESULT)
         num_results, num_before = prompt.count(RESULT), 0
         for step in self._steps:
             if num_results <= num_before and QUESTION in prompt:
                 return self._way.write([ToolCall(name, json.dumps(call)) for name, call in step])
             num_before += len(step)
         return ANSWER
+
+
+class DyingRunner(AgentRunner):
+    """Dies once, in the midst of the call that follows the first result."""
+
+    def execute(self, plan: Plan) -> list[Sampled]:
+        for chunk in plan:
+            num_said = len(chunk.sequence.tokens) - len(chunk.sequence.request.prompt_token_ids)
+            if self.num_results == 1 and num_said == NUM_SAID and not self._deaths:
+                self._deaths.append(chunk.sequence.request.request_id)
+                raise EngineDies
+        return super().execute(plan)
+
+    def share(self, deaths: list[str]) -> DyingRunner:
+        """Note the requests in which it dies there, and die only if there are none."""
+        self._deaths = deaths
+        return self
+
+
+@contextmanager
+def mortal_server(folder: Path, steps: Steps) -> Iterator[tuple[str, list[str]]]:
+    """A server of the script over two engines, of which one dies in the midst; yields its address
+    and the ids of the requests in which an engine has died."""
+    tokenizer, deaths = tokenizer_of(folder, templates()[TEMPLATE]), list[str]()
+    assert tokenizer.tool_use is not None
+    way = tokenizer.tool_use.format
+
+    def make_runner(*_: object, **__: object) -> DyingRunner:
+        return DyingRunner(tokenizer, way, steps).share(deaths)
+
+    settings = {**engine_settings(WINDOW), "runner": make_runner}
+    machines = [LinkedEngine(name, **settings) for name in ("one", "other")]
+    fleet = Fleet([remote(machine, "front") for machine in machines], router=PrefixRouter())
+    processor = InputProcessor(tokenizer, machines[0].engine.limits)
+    try:
+        with listening(AsyncLLM(fleet, processor, "loop"), ServerSettings()) as url:
+            yield url, deaths
+    finally:
+        for machine in machines:
+            machine.stop()
 
 
 @contextmanager

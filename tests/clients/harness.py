@@ -59,6 +59,12 @@ CLIENTS = (
         '`OpenAI(base_url="http://HOST:8000/v1", api_key=KEY)`, `AsyncOpenAI` alike',
     ),
     Client(
+        "anthropic (Python)",
+        ("anthropic",),
+        "anthropic_py.py",
+        '`Anthropic(base_url="http://HOST:8000", api_key=KEY)`, `AsyncAnthropic` alike',
+    ),
+    Client(
         "openai (npm)",
         ("openai",),
         "openai_npm.mjs",
@@ -69,14 +75,21 @@ CLIENTS = (
         ("langchain-openai",),
         "langchain_openai_chat.py",
         '`ChatOpenAI(model=NAME, base_url="http://HOST:8000/v1", api_key=KEY)`, `OpenAI` alike;'
-        " `stream_usage=True` for the usage of streams",
+        " `stream_usage=True` for the usage of streams, `use_responses_api=True` for responses",
+    ),
+    Client(
+        "langchain-anthropic",
+        ("langchain-anthropic",),
+        "langchain_anthropic_chat.py",
+        '`ChatAnthropic(model=NAME, base_url="http://HOST:8000", api_key=KEY)`',
     ),
     Client(
         "litellm",
         ("litellm", "mcp"),
         "litellm_sdk.py",
         '`completion("openai/NAME", api_base="http://HOST:8000/v1", api_key=KEY)`, or'
-        " `hosted_vllm/NAME`; tools want the package `mcp` beside it",
+        " `hosted_vllm/NAME`; tools want the package `mcp` beside it; `anthropic/NAME` with"
+        ' `api_base="http://HOST:8000"`',
     ),
     Client(
         "llm",
@@ -98,7 +111,8 @@ CLIENTS = (
         ("openai-agents",),
         "openai_agents_sdk.py",
         "`OpenAIChatCompletionsModel(NAME,"
-        ' AsyncOpenAI(base_url="http://HOST:8000/v1", api_key=KEY))`, `set_tracing_disabled(True)`',
+        ' AsyncOpenAI(base_url="http://HOST:8000/v1", api_key=KEY))`, `set_tracing_disabled(True)`;'
+        " `OpenAIResponsesModel` alike",
     ),
     Client(
         "smolagents",

@@ -8,6 +8,7 @@ server: templates, their adaptation, the parser, streams.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import threading
@@ -15,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
@@ -28,9 +30,8 @@ from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import ToolFormat
-from infer.types.engine_limits import EngineLimits
 from tests.support.checkpoints import END_ID, write_tokenizer
-from tests.support.doubles import make_hash_core
+from tests.support.doubles import limits_of, make_hash_core
 from tests.support.published_templates import LOADED, SPECIAL, templates
 
 CITIES = ("Ulm", "Bonn", "Jena")
@@ -97,6 +98,16 @@ def talking(
     max_seq_len: int = MAX_SEQ_LEN,
 ) -> AsyncLLM:
     """The engine of one template; `folder` is where its text files are written."""
+    tokenizer = tokenizer_of(folder, source)
+    assert tokenizer.tool_use is not None
+    core = make_hash_core(**engine_settings(max_seq_len))
+    core.runner = make_runner(tokenizer, tokenizer.tool_use.format)
+    limits = dataclasses.replace(limits_of(core), vocab_size=tokenizer.vocab_size)
+    return AsyncLLM(EngineThread(core), InputProcessor(tokenizer, limits), "loop")
+
+
+def tokenizer_of(folder: Path, source: str) -> Tokenizer:
+    """A tokenizer of bytes with one template."""
     write_tokenizer(folder)
     config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     named = {name: SPECIAL[name] for name in ("bos_token", "eos_token")}
@@ -104,22 +115,13 @@ def talking(
     marks = [mark for mark in ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]") if mark in source]
     config |= {**named, "chat_template": source, "additional_special_tokens": marks}
     (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.tool_use is not None
-    core = make_hash_core(
-        max_seq_len=max_seq_len,
-        num_pages=4 * max_seq_len // 16,
-        page_size=16,
-        max_num_batched_tokens=8192,
-    )
-    core.runner = make_runner(tokenizer, tokenizer.tool_use.format)
-    limits = EngineLimits(
-        vocab_size=tokenizer.vocab_size,
-        max_seq_len=max_seq_len,
-        num_seats=core.scheduler.num_seats,
-        max_waiting_requests=core.scheduler.config.max_waiting_requests,
-    )
-    return AsyncLLM(EngineThread(core), InputProcessor(tokenizer, limits), "loop")
+    return Tokenizer.from_folder(folder)
+
+
+def engine_settings(max_seq_len: int) -> dict[str, Any]:
+    """Those of an engine for long prompts."""
+    pages = {"num_pages": 4 * max_seq_len // 16, "page_size": 16}
+    return {"max_seq_len": max_seq_len, "max_num_batched_tokens": 8192, **pages}
 
 
 @contextmanager

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.clients.agents import AGENTS, ANSWER, QUESTION, Agent, finished, run, scripted_server
+from tests.clients.agents import (
+    AGENTS,
+    ANSWER,
+    QUESTION,
+    Agent,
+    finished,
+    mortal_server,
+    run,
+    scripted_server,
+)
 
 pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 
@@ -16,6 +25,21 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 def placed(value: Any, work: Path) -> Any:
     """Steps with the folder's name in their paths."""
     return json.loads(json.dumps(value).replace("{work}", str(work)))
+
+
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
+def test_an_engine_dies_in_the_midst_of_a_task(agent: Agent, tmp_path: Path) -> None:
+    """Its answer goes on in another engine, and the agent sees nothing of it."""
+    (tmp_path / "model").mkdir()
+    steps = placed(agent.steps, tmp_path / "task" / "work")
+    with mortal_server(tmp_path / "model", steps) as (url, deaths):
+        said = run(agent, url, tmp_path / "task")
+        requests = finished(url)
+    assert ANSWER in said
+    assert (tmp_path / "task/work/note.txt").read_text(encoding="utf-8") == "The secret is 43.\n"
+    assert len(deaths) == 1
+    assert deaths[0].rpartition("-")[0] in {request["id"] for request in requests}
+    assert all(request["outcome"] == "stop" for request in requests), requests
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)

@@ -3,6 +3,7 @@ as over chats; streams are the whole answers; whatever was answered can be sent 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,12 @@ from infer.server.anthropic.messages_body import BILLING, CountTokensBody, Messa
 from infer.server.openai.chat import ChatBody, plain_messages
 from infer.server.openai.responses import InputTokensBody, ResponseBody
 from infer.server.openai.schema_base import read
+from infer.text.grammars.compiler import Compiler, Vocabulary
+from infer.text.tools.call import ToolCall
+from infer.text.tools.formats import format_named
+from infer.types import Request
 from tests.server.test_tool_loops import CITY, saying, script_of, tokenizer_of
+from tests.support.checkpoints import END_ID
 from tests.support.doubles import core_of, make_hash_llm
 from tests.support.serving import CHAT, App, Reply, ask, with_app
 from tests.support.tool_conversations import OWN
@@ -461,3 +467,81 @@ def test_many_references_to_a_long_tool_are_one_definition() -> None:
     body = {"messages": [{"role": "user", "content": [result, result]}], "tools": [long]}
     messages = plain_messages(read(CountTokensBody, body, []).chat)
     assert "".join(message["content"] for message in messages).count("x" * 1000) == 1
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue"}])
+def test_a_conversation_that_the_server_is_to_hold_is_refused_as_its_client_knows(
+    thread: dict[str, Any],
+) -> None:
+    """Anthropic's loops over tools ask for it, and send the whole conversation only when told."""
+    reply = ask(make_hash_llm(), MESSAGES, body_for(MESSAGES, max_tokens=4, thread=thread))
+    error = reply.json()["error"]
+    assert (reply.status, error["type"]) == (400, "invalid_request_error")
+    assert error["details"]["error_code"] == "thread_unsupported_request"
+    assert error["details"]["unsupported"] == ["thread"]
+    body = body_for(MESSAGES, max_tokens=4, thread=None)
+    assert ask(make_hash_llm(), MESSAGES, body).status == 200
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"max_tokens": 0}, {"temperature": 9}, {"top_k": -5}, {"stop_sequences": ["x"] * 999}],
+    ids=lambda field: next(iter(field)),
+)
+def test_a_value_out_of_range_is_a_status_that_anthropics_api_has(field: dict[str, Any]) -> None:
+    reply = ask(make_hash_llm(), MESSAGES, {**body_for(MESSAGES), "max_tokens": 4, **field})
+    assert (reply.status, reply.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("family", "syntax", "is_held"),
+    [("qwen3-coder", "lark", True), ("hermes", "lark", False), ("hermes", "regex", True)],
+)
+def test_the_grammar_of_a_forced_custom_tool_is_held_or_named(
+    family: str, syntax: str, is_held: bool, tmp_path: Path
+) -> None:
+    """Between tags a text can have any grammar; in JSON a regular expression."""
+    tokenizer, way = tokenizer_of(tmp_path, QWEN), format_named(family)
+    assert tokenizer.tool_use is not None
+    tokenizer.tool_use = dataclasses.replace(tokenizer.tool_use, format=way)
+    definition = 'start: "add " /[a-z]+/' if syntax == "lark" else "add [a-z]+"
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    tool = {"type": "custom", "name": "patch", "format": form}
+    body = {"input": ASK, "tools": [tool], "tool_choice": "required", "max_output_tokens": 400}
+    engine = saying([END_ID], tokenizer)
+    core, asked = core_of(engine), list[Request]()
+    add = core.add
+
+    def noted(request: Request, *sent: Any) -> None:
+        asked.append(request)
+        add(request, *sent)
+
+    core.add = noted  # type: ignore[assignment, method-assign]
+    reply = ask(engine, RESPONSES, body)
+    assert reply.status == 200, reply.body
+    [grammar] = {request.sampling.grammar for request in asked}
+    assert grammar is not None
+    start = Compiler(Vocabulary.of(tokenizer, tokenizer.vocab_size)).constraint(grammar)
+
+    def takes(text: str) -> bool:
+        written = way.write([ToolCall("patch", json.dumps({"input": text}))])
+        ids = tokenizer.encode(written, add_special_tokens=False)
+        return start.copy().num_allowed(ids) == len(ids)
+
+    assert takes("add bob")
+    assert takes("xdd bob") != is_held
+    assert ("tools[0].format" in reply.headers.get("x-warning", "")) != is_held
+
+
+def test_a_custom_tools_grammar_that_is_none_is_named(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path, QWEN)
+    assert tokenizer.tool_use is not None
+    way = format_named("qwen3-coder")
+    tokenizer.tool_use = dataclasses.replace(tokenizer.tool_use, format=way)
+    form = {"type": "grammar", "syntax": "lark", "definition": "start: nothing"}
+    tool = {"type": "custom", "name": "patch", "format": form}
+    body = {"input": ASK, "tools": [tool], "max_output_tokens": 4}
+    reply = ask(saying([END_ID], tokenizer), RESPONSES, {**body, "tool_choice": "required"})
+    assert reply.status in (400, 422), reply.body
+    assert reply.error()["param"] == "tools[0].format"
+    assert ask(saying([END_ID], tokenizer), RESPONSES, body).status == 200, "it forces nothing"

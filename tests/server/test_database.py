@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,12 @@ def test_a_database_that_cannot_be_written_is_a_503(
         check(await app.post("/v1/sessions", {}))
 
     with_app(make_hash_llm(), use, sessions=sessions)
+
+
+@pytest.mark.parametrize("url", ["sqlite://", "sqlite:///:memory:"])
+def test_a_database_in_memory_is_one_for_all_threads(url: str) -> None:
+    store = SessionStore(url)
+    with ThreadPoolExecutor(4) as threads:
+        made = list(threads.map(lambda _: store.create("owner")["id"], range(32)))
+        found = list(threads.map(lambda _: {each["id"] for each in store.all("owner")}, range(8)))
+    assert found == [set(made)] * 8

@@ -17,6 +17,7 @@ from infer.errors import (
     RequestError,
     UnprocessableError,
 )
+from infer.server.openai.answer_parts import ChunkWriter, TokenUsage
 from infer.types import ErrorRecord
 from tests.support.doubles import core_of, held_runner, make_hash_llm
 from tests.support.serving import (
@@ -103,7 +104,21 @@ def test_an_engine_error_in_a_stream(path: str, choices: int, form: str) -> None
         "code": "engine_error",
     }
     assert b"secret" not in reply.body
-    assert sum(b"error" in write for write in reply.writes) == 1
+    assert sum(b'"error":{' in write for write in reply.writes) == 1
+    if form == "openai":  # some clients ask again without end where a choice has none
+        chunks = [json.loads(write.removeprefix(b"data: ")) for write in reply.writes[:-1]]
+        ends = [c["index"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
+        assert ends == list(range(choices))
+        assert {each["choices"][0]["finish_reason"] for each in chunks[-choices:]} == {"error"}
+
+
+def test_a_broken_stream_ends_the_choices_that_have_not_ended() -> None:
+    chunks = ChunkWriter({"id": "x"}, 3, None, TokenUsage([], 3))
+    chunks.chunk(1, '"text":""', reason='"stop"')
+    *ends, error = chunks.failure('"text":""', '{"error":{}}')
+    told = [json.loads(end.removeprefix(b"data: "))["choices"][0] for end in ends]
+    assert [(each["index"], each["finish_reason"]) for each in told] == [(0, "error"), (2, "error")]
+    assert error == b'data: {"error":{}}\n\n'
 
 
 SECRET = "0x7f12 /home/somebody/prompt.txt"

@@ -83,7 +83,7 @@ class Reply:
         assert self.headers["content-type"] == "application/json"
         if self.json().get("type") == "error":
             assert set(self.json()) == {"type", "error", "request_id"}
-            assert set(self.json()["error"]) == {"message", "type"}
+            assert set(self.json()["error"]) - {"details"} == {"message", "type"}
             assert self.json()["request_id"] == self.headers["x-request-id"]
             return {**self.json()["error"], "param": None, "code": None}
         (key, error), *rest = self.json().items()

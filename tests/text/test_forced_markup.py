@@ -14,8 +14,9 @@ import tokenizers
 
 from infer.text.answer_parser import forced_answer, parser_for
 from infer.text.grammars.compiler import Compiler, Vocabulary
+from infer.text.grammars.grammar_depth import TOO_DEEP, is_too_deep
 from infer.text.tools.call import Parts, ToolCall
-from infer.text.tools.forced_markup import ForcedMarkup, forced_markup
+from infer.text.tools.forced_markup import TEXT_GRAMMAR, ForcedMarkup, forced_markup
 from infer.text.tools.formats import (
     FORMATS,
     FUNCTIONARY_32,
@@ -25,7 +26,7 @@ from infer.text.tools.formats import (
     ToolFormat,
     format_named,
 )
-from infer.text.tools.tagged_calls import FAMILIES
+from infer.text.tools.tagged_calls import FAMILIES, Family
 from infer.types.grammar import Grammar
 from tests.support.doubles import small_tokenizer
 
@@ -279,3 +280,71 @@ def test_no_caller_can_name_a_special_token() -> None:
         assert compiler.problem(Grammar.grammar(f"start: {name}"))[0]
         assert compiler.problem(Grammar.grammar(f"%llguidance {{}}\nstart: {name}"))[0]
     assert not compiler.problem(walk.made.grammar)[0]
+
+
+GIVEN = 'start: "add " NAME | "del " NAME\nNAME: /[a-z]+/'
+
+
+def given_text(way: ToolFormat, source: str = GIVEN) -> ForcedMarkup | None:
+    """The grammar of a call of a tool that takes a text in the caller's grammar."""
+    parameters = {"type": "object", "properties": {"input": {"type": "string"}},
+                  "required": ["input"], "additionalProperties": False}  # fmt: skip
+    tool = {"name": "edit", "parameters": parameters, TEXT_GRAMMAR: source}
+    wanted = [{"type": "function", "function": tool}]
+    return forced_markup(way, wanted, parallel=True, special={})
+
+
+def small_compiler() -> Compiler:
+    tokenizer = small_tokenizer()
+    ends, size = tokenizer.eos_token_ids, tokenizer.vocab_size
+    return Compiler(Vocabulary(tokenizer.to_json(), size, tuple(ends), size))
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_a_text_has_the_callers_grammar_between_tags(family: Family) -> None:
+    way, tokenizer = format_named(family.name), small_tokenizer()
+    made = given_text(way)
+    assert made is not None
+    assert made.grammar.texts == [GIVEN]
+    start = small_compiler().constraint(made.grammar)
+
+    def takes(*texts: str) -> bool:
+        calls = [ToolCall("edit", json.dumps({"input": text})) for text in texts]
+        ids = tokenizer.encode(way.write(calls), add_special_tokens=False)
+        return start.copy().num_allowed(ids) == len(ids)
+
+    assert takes("add bob")
+    assert takes("del a")
+    for wrong in ("xdd bob", "add Bob", "add ", "add bob\nx", ""):
+        assert not takes(wrong), wrong
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ("start: <[5]>", ""),
+        ("start: <|im_end|>", ""),
+        ('%llguidance {"no_forcing": false}\nstart: "a"', "cannot set options"),
+        ("start: @text0", ""),
+        ("start: @text1", ""),
+        ("start: call0", ""),
+        ("start: arguments0", ""),
+        ('start: "a"\n}\ncall0: "b"', ""),
+        ("no grammar", ""),
+        ("start: " + "(" * 600 + '"a"' + ")" * 600, "nested too deeply"),
+    ],
+)
+def test_a_callers_grammar_stands_for_itself(source: str, word: str) -> None:
+    """It names neither the model's special tokens nor the rules around it."""
+    made = given_text(format_named("qwen3-coder"), source)
+    assert made is not None
+    found = TOO_DEEP if is_too_deep(made.grammar) else small_compiler().problem(made.grammar)[0]
+    assert found
+    assert word in found
+
+
+def test_a_grammar_whose_text_looks_like_a_line_of_ours_is_a_text() -> None:
+    grammar = Grammar.grammar('start: "a"\n%text "b"')
+    assert (grammar.texts, grammar.rules) == ([], grammar.text)
+    hidden = Grammar.calls("start: @text0", ['start: "a"\n%text "b"'])
+    assert hidden.texts == ['start: "a"\n%text "b"']

@@ -74,3 +74,13 @@ def test_a_problem_with_a_regular_expression_has_its_cause(grammar: Grammar) -> 
     assert "is not supported (in " in problem
     assert "\n" not in problem
     assert len(problem) < 300
+
+
+@pytest.mark.parametrize("ids", ["<[5]>", "<[0-255]>", "<[1,3]>", "<[^5]>", "<[*]>", "<[ 5 ]>"])
+@pytest.mark.parametrize("source", ["start: {}", 'start: "a" x\nx: {} | "b"', "root ::= {}"])
+def test_a_grammar_names_no_token_by_its_id(source: str, ids: str) -> None:
+    """The first ids of a vocabulary are often those of control tokens."""
+    tokenizer = small_tokenizer()
+    compiler = Compiler(Vocabulary.of(tokenizer, tokenizer.vocab_size))
+    problem, _ = compiler.problem(Grammar.grammar(source.format(ids)))
+    assert problem

@@ -210,6 +210,9 @@ def plan(
         int,
         typer.Option(min=1, max=MAX_REPLICAS, help="Engines between which the machine is divided."),
     ] = 1,
+    agent: Annotated[
+        bool, typer.Option("--agent", help="Also what the contexts of a coding agent take.")
+    ] = False,
     *,
     settings: dict[str, Any],
 ) -> None:
@@ -217,7 +220,7 @@ def plan(
     from infer.cli.planning import run_plan
 
     config = EngineConfig.from_kwargs(model=model, **settings)
-    if not run_plan(config, as_json, free_gib, replicas):
+    if not run_plan(config, as_json, free_gib, replicas, agent):
         raise typer.Exit(1)
 
 

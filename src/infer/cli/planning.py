@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from infer.cli.connect import MIN_WINDOW
 from infer.cli.hub_cache import local_checkpoints
 from infer.cli.plain import plain
 from infer.config import EngineConfig
@@ -20,11 +21,20 @@ MAX_FREE_GIB = 2**20
 """maximum of `--free-gib`: one pebibyte, more than any machine has"""
 
 
+AGENT_WINDOWS = (MIN_WINDOW, 2 * MIN_WINDOW)
+"""tokens of context: the fewest with which a coding agent works, and a comfortable number"""
+
+
 def run_plan(
-    config: EngineConfig, as_json: bool, free_gib: float | None, replicas: int = 1
+    config: EngineConfig,
+    as_json: bool,
+    free_gib: float | None,
+    replicas: int = 1,
+    agent: bool = False,
 ) -> bool:
     """Print the plan for one of `replicas` engines of a model, with `free_gib` GiB of free memory
-    for all of them; returns whether they fit. Raises `ConfigError` for an impossible `free_gib`."""
+    for all of them; returns whether they fit. `agent`: also what the contexts of a coding agent
+    take. Raises `ConfigError` for an impossible `free_gib`."""
     if free_gib is not None and not 0 <= free_gib <= MAX_FREE_GIB:  # also false for NaN
         raise ConfigError("free_gib", f"must be between 0 and {MAX_FREE_GIB}, not {free_gib:g}")
     # These import numpy, and torch where there may be a GPU.
@@ -34,16 +44,21 @@ def run_plan(
         plan_for,
         request_defaults,
     )
+    from infer.main_memory import gib
 
     free = None if free_gib is None else int(free_gib * 2**30)
     checkpoint = opened(config)
     plan = plan_for(config, checkpoint, free=free, replicas=replicas)
     most = most_replicas(config, checkpoint, free=free)
     defaults = request_defaults(config, checkpoint)
+    drafts = plan.draft.kv_bytes_per_token if plan.draft else 0
+    windows = {n: n * (plan.kv_bytes_per_token + drafts) for n in AGENT_WINDOWS if agent}
     fits = plan.fits and (replicas == 1 or replicas <= most)
     if as_json:
         fields = {**plan.as_dict(), "replicas": replicas, "replicas_that_fit": most}
         fields["sampling_defaults"] = defaults.as_dict()
+        if agent:
+            fields["agent_window_bytes"] = windows
         print(json.dumps({**fields, "fits": fits}, indent=2))
         return fits
     table = Table(box=box.SIMPLE, show_header=False)
@@ -54,6 +69,8 @@ def run_plan(
             table.add_row(what, plain(how_much))
             continue
         table.add_row("defaults of requests", plain(defaults))
+        for window, num_bytes in windows.items():
+            table.add_row(f"context of {window:,}", f"{gib(num_bytes)} for each conversation")
         if replicas > 1:
             table.add_row("replicas", f"{replicas}, each as above; at most {most} fit here")
             if not fits:

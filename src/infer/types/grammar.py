@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_GRAMMAR_CHARS = 64 * 1024
+_TEXT = "%text "
+"""beginning of the line with a grammar of the caller; rules are never written so"""
 KINDS = ("json", "regex", "choice", "grammar", "calls")
 
 
@@ -45,7 +47,21 @@ class Grammar:
         return cls("grammar", source)
 
     @classmethod
-    def calls(cls, source: str) -> Grammar:
+    def calls(cls, source: str, texts: Sequence[str] = ()) -> Grammar:
         """A grammar in the same dialect that `text.tools.forced_markup` has made; it may name
-        special tokens, which no grammar of a caller may."""
-        return cls("calls", source)
+        special tokens, which no grammar of a caller may. `texts`: grammars of the caller, which the
+        rules name `@text0`, `@text1`, …; they know no rule but their own."""
+        return cls("calls", "\n".join([source, *(f"{_TEXT}{json.dumps(text)}" for text in texts)]))
+
+    @property
+    def texts(self) -> list[str]:
+        """The grammars of the caller that a grammar of calls names."""
+        lines = self.text.split("\n") if self.kind == "calls" else []
+        return [json.loads(line.removeprefix(_TEXT)) for line in lines if line.startswith(_TEXT)]
+
+    @property
+    def rules(self) -> str:
+        """The text without them."""
+        if self.kind != "calls":
+            return self.text
+        return "\n".join(line for line in self.text.split("\n") if not line.startswith(_TEXT))

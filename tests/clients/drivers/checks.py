@@ -45,9 +45,8 @@ def check(name: str) -> Iterator[None]:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        where = [frame for frame in frames if Path(frame.filename) == Path(sys.argv[0]).resolve()][
-            -1
-        ]
+        own = Path(__file__).resolve()
+        where = [f for f in frames if Path(f.filename).parent == own.parent][-1]
         what = f"{type(error).__name__}: {error} (line {where.lineno}: {where.line})"
         _checks.append({"name": name, "ok": False, "what": what[:2000]})
     else:

@@ -136,10 +136,10 @@ with check("typed errors"):
         chat(api_key="wrong").invoke(MESSAGES)
 
 
-def loop(name: str, streams: bool) -> None:
+def loop(name: str, streams: bool, **how: object) -> None:
     """Three calls and an answer."""
     where = {"base_url": LOOPS, "api_key": "none", "model": name, "max_tokens": 400}
-    model = ChatOpenAI(**where).bind_tools(LOOP_TOOLS)
+    model = ChatOpenAI(**where, **how).bind_tools(LOOP_TOOLS)
     messages: list[object] = [("user", "Weather?")]
     asked = []
     for _ in range(4):
@@ -152,13 +152,38 @@ def loop(name: str, streams: bool) -> None:
         for call in message.tool_calls:
             asked.append(call["args"]["city"])
             messages.append(ToolMessage(f"{asked[-1]} is sunny", tool_call_id=call["id"]))
-    assert (asked, message.content) == (CITIES, LOOP_ANSWER), (name, asked, message.content)
+    assert (asked, message.text) == (CITIES, LOOP_ANSWER), (name, asked, message.text)
 
 
 for streams in (False, True):
     with check(loops_name(streams)):
         for name in loop_models():
             loop(name, streams)
+
+RESPONSES = {"use_responses_api": True, "store": False}
+
+with check("responses: chat and stream"):
+    told = chat(**RESPONSES).invoke(MESSAGES)
+    assert told.text == answer.content
+    assert told.usage_metadata["output_tokens"] == 16
+    pieces = list(chat(**RESPONSES).stream(MESSAGES))
+    assert "".join(piece.text for piece in pieces) == answer.content
+
+with check("responses: previous_response_id"):
+    model = chat(use_responses_api=True, use_previous_response_id=True)
+    first = model.invoke(MESSAGES)
+    then = model.invoke([*MESSAGES, first, HumanMessage("And then?")])
+    whole = chat(**RESPONSES).invoke([*MESSAGES, first, HumanMessage("And then?")])
+    assert then.text == whole.text
+
+with check("responses: structured output"):
+    model = chat(max_tokens=400, **RESPONSES).with_structured_output(Animal)
+    assert isinstance(model.invoke(MESSAGES), Animal)
+
+for streams in (False, True):
+    with check(f"responses: {loops_name(streams)}"):
+        for name in loop_models():
+            loop(name, streams, **RESPONSES)
 
 
 async def alongside() -> None:

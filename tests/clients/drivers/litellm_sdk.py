@@ -1,4 +1,5 @@
-"""LiteLLM: the `openai/` provider with an `api_base`, and `hosted_vllm/`, which is its own code."""
+"""LiteLLM: the `openai/` provider with an `api_base`, `hosted_vllm/`, which is its own code,
+`anthropic/`, and responses."""
 
 from __future__ import annotations
 
@@ -133,11 +134,37 @@ for provider in ("openai", "hosted_vllm"):
             litellm.completion(model, temperature=9, **DRAWN)
 
 
+ROOT = {"api_base": URL.removesuffix("/v1"), "api_key": KEY}
+
+with check("anthropic/ chat and stream"):
+    how = {"messages": QUESTION, "temperature": 0, "max_tokens": 16, **ROOT}
+    answer = litellm.completion(f"anthropic/{MODEL}", **how)
+    assert answer.usage.completion_tokens == 16
+    chunks = list(litellm.completion(f"anthropic/{MODEL}", stream=True, **how))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == answer.choices[0].message.content != ""
+
+with check("responses: create and stream"):
+    how = {"input": QUESTION, "temperature": 0, "max_output_tokens": 16, **CONNECTION}
+    told = litellm.responses(model=f"openai/{MODEL}", **how)
+    assert told.usage.output_tokens == 16
+    events = list(litellm.responses(model=f"openai/{MODEL}", stream=True, **how))
+    pieces = [e.delta for e in events if e.type == "response.output_text.delta"]
+    assert "".join(pieces) == told.output[0].content[0].text != ""
+
+with check("responses: previous_response_id"):
+    then = {**how, "input": "And then?", "previous_response_id": told.id}
+    assert litellm.responses(model=f"openai/{MODEL}", **then).usage.input_tokens > (
+        told.usage.input_tokens + 16
+    )
+
+
 def loop(name: str, provider: str, streams: bool) -> None:
     """Three calls and an answer; messages go back as they came."""
     messages: list[object] = [{"role": "user", "content": "Weather?"}]
     asked = []
-    where = {"api_base": LOOPS, "api_key": "none", "max_tokens": 400, "tools": LOOP_TOOLS}
+    url = LOOPS.removesuffix("/v1") if provider == "anthropic" else LOOPS
+    where = {"api_base": url, "api_key": "none", "max_tokens": 400, "tools": LOOP_TOOLS}
     for _ in range(4):
         done = litellm.completion(f"{provider}/{name}", messages, stream=streams, **where)
         if streams:
@@ -155,7 +182,8 @@ def loop(name: str, provider: str, streams: bool) -> None:
 
 
 gc.freeze()  # so that collecting does not look at all of litellm each time
-for provider, streams in (("openai", False), ("hosted_vllm", True)):
+ways = (("openai", False), ("hosted_vllm", True), ("anthropic", False), ("anthropic", True))
+for provider, streams in ways:
     with check(f"{provider}/ {loops_name(streams)}"):
         for name in loop_models():
             loop(name, provider, streams)

@@ -1,4 +1,4 @@
-"""OpenAI's Agents SDK over chat completions: runs, streams, tools, typed output, loops."""
+"""OpenAI's Agents SDK over chats and responses: runs, streams, tools, typed output, loops."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from agents import (
     Agent,
     ModelSettings,
     OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
     Runner,
     function_tool,
     set_tracing_disabled,
@@ -48,7 +49,8 @@ def agent(
 ) -> Agent:
     """With an answer of 16 greedy tokens, if nothing else is said."""
     output = settings.pop("output", None)
-    model = OpenAIChatCompletionsModel(name, AsyncOpenAI(base_url=url, api_key=key))
+    kind = settings.pop("api", OpenAIChatCompletionsModel)
+    model = kind(name, AsyncOpenAI(base_url=url, api_key=key))
     known = ModelSettings(**{"temperature": 0, "max_tokens": 16, **settings})
     return Agent("teller", model=model, model_settings=known, tools=[*tools], output_type=output)
 
@@ -102,10 +104,38 @@ async def main() -> None:
         result = await Runner.run(agent(reasoning={"effort": "low"}), ASKED)
         assert result.final_output
 
-    for streams in (False, True):
-        with check(loops_name(streams)):
-            for name in loop_models():
-                await loop(name, streams)
+    with check("responses: chat, stream, structured output"):
+        # It takes an answer that was cut off for a failure, so the story goes to its end.
+        whole_story = {"api": OpenAIResponsesModel, "max_tokens": 1500}
+        responses = {**whole_story, "store": False}
+        told = await Runner.run(agent(**responses), ASKED)
+        assert told.raw_responses[0].usage.output_tokens > 16
+        stream = Runner.run_streamed(agent(**responses), ASKED)
+        pieces = [
+            event.data.delta
+            async for event in stream.stream_events()
+            if event.type == "raw_response_event" and isinstance(event.data, ResponseTextDeltaEvent)
+        ]
+        assert "".join(pieces) == stream.final_output == told.final_output
+        found = await Runner.run(agent(output=Animal, **responses), ASKED)
+        assert isinstance(found.final_output, Animal)
+
+    with check("responses: previous_response_id"):
+        first = await Runner.run(agent(**whole_story), ASKED)
+        then = await Runner.run(
+            agent(**whole_story),
+            "And then?",
+            previous_response_id=first.last_response_id,
+        )
+        history = [*first.to_input_list(), {"role": "user", "content": "And then?"}]
+        whole = await Runner.run(agent(**responses), history)
+        assert then.final_output == whole.final_output
+
+    for api in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+        for streams in (False, True):
+            with check(("responses: " * (api is OpenAIResponsesModel)) + loops_name(streams)):
+                for name in loop_models():
+                    await loop(name, streams, api)
 
     with check("typed errors"):
         with raises(BadRequestError, "maximum context length"):
@@ -117,7 +147,7 @@ async def main() -> None:
     report("openai-agents")
 
 
-async def loop(name: str, streams: bool) -> None:
+async def loop(name: str, streams: bool, api: type) -> None:
     """Three calls and an answer; the same agent then goes on with the conversation."""
     asked: list[str] = []
 
@@ -127,7 +157,7 @@ async def loop(name: str, streams: bool) -> None:
         asked.append(city)
         return f"{city} is sunny"
 
-    teller = agent(name, LOOPS, "none", [weather], max_tokens=400)
+    teller = agent(name, LOOPS, "none", [weather], max_tokens=400, api=api)
     try:
         if streams:
             result = Runner.run_streamed(teller, "Weather?", max_turns=5)

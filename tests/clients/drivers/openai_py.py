@@ -29,6 +29,7 @@ from checks import (
     wait_until_cancelled,
     weather_is_valid,
 )
+from openai_responses import response_loops, responses
 from pydantic import BaseModel, Field
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
@@ -301,8 +302,10 @@ def loop(client: openai.OpenAI, name: str, streams: bool) -> None:
 async def main() -> None:
     with openai.OpenAI(base_url=URL, api_key=KEY) as client:
         sync(client)
+        responses(client, Animal)
     with openai.OpenAI(base_url=LOOPS, api_key="none") as client:
         loops(client)
+        response_loops(client)
     async with openai.AsyncOpenAI(base_url=URL, api_key=KEY) as client:
         await alongside(client)
     report("openai")

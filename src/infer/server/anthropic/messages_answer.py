@@ -176,9 +176,9 @@ class MessagesAnswer:
         yield _event({"type": "message_delta", "delta": delta, "usage": self._counts()})
         yield _event({"type": "message_stop"})
 
-    def failure(self, error: str) -> bytes:
+    def failure(self, error: str) -> Iterator[bytes]:
         _, fields = anthropic_error(500, json.loads(error)["error"])
-        return event(dump(fields), "error")
+        yield event(dump(fields), "error")
 
 
 def _object(arguments: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, model_validator
 
 from infer.errors import RequestError
+from infer.server.http.anthropic_errors import NO_THREADS
 from infer.server.openai import content_parts, ignored_fields, schema_base
 from infer.server.openai.chat import AsChat, ChatBody, GeneratingAsChat
 from infer.server.openai.content_parts import member
@@ -253,6 +254,16 @@ _NO_EFFECT: ignored_fields.IgnoredValues = {
 _BLOCKS = str | list[Object]
 
 
+def _thread(value: Any) -> None:
+    """Refuse a conversation that the server is to hold. Its client then sends all messages each
+    time; taken as nothing, the second request would have the last result and no more."""
+    if value is not None:
+        raise RequestError(
+            "thread is not supported: send all messages of the conversation with each request",
+            code=NO_THREADS,
+        )
+
+
 class CountTokensBody(AsChat):
     """`POST /v1/messages/count_tokens`."""
 
@@ -308,6 +319,7 @@ class MessagesBody(CountTokensBody, GeneratingAsChat):
     }
     max_tokens: Limit = None
     stop_sequences: Stop = ()
+    thread: Annotated[None, plain(_thread, Object)] = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None

@@ -11,6 +11,8 @@ from typing import Any
 
 OVERLOADED = 529
 """Anthropic's status of a server without room"""
+NO_THREADS = "thread_unsupported_request"
+"""code of the error that makes Anthropic's clients keep the conversation themselves"""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -36,8 +38,12 @@ def anthropic_error(
     """(status, body) of an error; `error`: OpenAI's members of it."""
     if status == 503 and error.get("type") == "overloaded_error":
         status = OVERLOADED
+    if status == 422:  # of which Anthropic's API knows nothing
+        status = 400
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    fields = {"type": kind, "message": error["message"]}
+    fields: dict[str, Any] = {"type": kind, "message": error["message"]}
+    if error.get("code") == NO_THREADS:
+        fields["details"] = {"error_code": NO_THREADS, "unsupported": [error["param"]]}
     return status, {"type": "error", "error": fields, "request_id": request_id or None}
 
 

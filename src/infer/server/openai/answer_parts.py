@@ -125,9 +125,15 @@ class ChunkWriter:
     """Writes the chunks of a stream in OpenAI's format."""
 
     def __init__(
-        self, head: dict[str, Any], options: StreamOptions | None, usage: TokenUsage
+        self,
+        head: dict[str, Any],
+        num_choices: int,
+        options: StreamOptions | None,
+        usage: TokenUsage,
     ) -> None:
         """`head`: the first members of each chunk."""
+        self._running = dict.fromkeys(range(num_choices))
+        """choices whose end has not been told"""
         self._usage = usage
         self._options = options or StreamOptions()
         self._before = dump(head)[:-1] + ',"choices":['
@@ -145,6 +151,8 @@ class ChunkWriter:
         """A chunk of choice `index`. `text`: the member that carries the text. `logprobs`,
         `reason`: JSON. `extra`: further members of the choice, with a comma before them. `beside`:
         members beside the choices."""
+        if reason != "null":
+            self._running.pop(index, None)
         after = self._after
         if self._options.continuous_usage_stats and self._options.include_usage:
             after = f'],"usage":{dump(self._usage.fields())}}}'
@@ -154,6 +162,13 @@ class ChunkWriter:
             f'{self._before}{{"index":{index},{text},"logprobs":{logprobs}'
             f',"finish_reason":{reason}{extra}}}{after}'
         )
+
+    def failure(self, text: str, error: str) -> Iterator[bytes]:
+        """The end of each choice that was broken off, then the error: clients that look for an end
+        and find none ask the same again without end. `text`: see `chunk`."""
+        for index in tuple(self._running):
+            yield self.chunk(index, text, reason='"error"')
+        yield event(error)
 
     def closing(self) -> Iterator[bytes]:
         """The usage, if the body asks for it, and `[DONE]`."""

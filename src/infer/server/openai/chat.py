@@ -6,7 +6,7 @@ parser, whole or in pieces, which finds reasoning and tool calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any, Literal, TypeVar
@@ -26,7 +26,7 @@ from infer.server.openai.answer_parts import (
     head_of,
     wire_reason,
 )
-from infer.server.openai.events import dump, event
+from infer.server.openai.events import dump
 from infer.server.openai.generating_api import Keeps, OnMessage, Part, StreamFormat
 from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.large_json import Later
@@ -57,6 +57,7 @@ from infer.server.openai.typed_events import TypedEvents
 from infer.text import answer_parser
 from infer.text.answer_parser import ForcedCalls
 from infer.text.reasoning_tokens import ThoughtTokens
+from infer.text.tools.forced_markup import TEXT_GRAMMAR
 from infer.text.tools.formats import ToolFormat
 from infer.text.untrusted.workers import Steps
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
@@ -91,6 +92,7 @@ class ChatBody(Conversation, Generation):
     """maximum number of tokens of the reasoning; then it ends, and the answer begins"""
     _dropped: Dropped = PrivateAttr(Dropped())
     _forced: ForcedCalls | None = PrivateAttr(None)
+    _forms: Mapping[str, dict[str, Any]] = PrivateAttr({})
 
     @property
     def dropped(self) -> Dropped:
@@ -143,7 +145,16 @@ class ChatBody(Conversation, Generation):
     @cached_property
     def enforced_tools(self) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
         """(forced tools with what is enforced of their parameters, names of what is not)"""
-        return grammar_fields.enforced_tools(self.forced)
+        tools = [
+            (i, {**tool, "function": function | self._forms.get(function["name"], {})})
+            for i, tool in self.forced
+            for function in (tool["function"],)
+        ]
+        return grammar_fields.enforced_tools(tools)
+
+    def set_forms(self, forms: Mapping[str, dict[str, Any]]) -> None:
+        """Note members of functions that are enforced and not shown, by the functions' names."""
+        self._forms = forms
 
     def check_strict(self) -> None:
         """Raise `RequestError` for a tool with `strict: true` of which not all can be enforced,
@@ -291,7 +302,8 @@ def _checked(engine: AsyncLLM, wire: ChatBody, sampling: SamplingParams) -> Step
             try:
                 yield from engine.check_sampling(sampling.replace(grammar=forced.grammar))
             except RequestError as own:
-                place = f"tools[{i}].function.parameters"
+                has_text = TEXT_GRAMMAR in tool["function"]
+                place = f"tools[{i}].{'format' if has_text else 'function.parameters'}"
                 message = own.message.partition(": ")[2] or own.message
                 raise type(own)(f"{place}: {message}", param=place, code=own.code) from None
         raise
@@ -369,8 +381,18 @@ def tool_warning(engine: AsyncLLM, wire: ChatBody) -> str | None:
     if others:
         named = ", ".join(f"tools[{i}] {kind[:MAX_NAME_CHARS]!a}" for i, kind in others[:8])
         warnings.append(f"only functions are supported, so the model does not see {named}")
-    warnings.append(warning_of(wire.enforced.dropped + wire.enforced_tools[1]))
+    dropped = wire.enforced.dropped + wire.enforced_tools[1]
+    warnings.append(warning_of(dropped + _free_texts(engine, wire)))
     return "; ".join(filter(None, warnings)) or None
+
+
+def _free_texts(engine: AsyncLLM, wire: ChatBody) -> tuple[str, ...]:
+    """The grammars of texts that cannot be held in the model's markup."""
+    forced = _forced(engine, wire)
+    if forced is None or forced.grammar.texts:
+        return ()
+    tools = zip(wire.forced, wire.enforced_tools[0], strict=True)
+    return tuple(f"tools[{i}].format" for (i, _), t in tools if TEXT_GRAMMAR in t["function"])
 
 
 def _parsed_token_ids(engine: AsyncLLM, wire: ChatBody) -> tuple[int, ...]:
@@ -469,7 +491,7 @@ class ChatAnswer:
         self._reader = ChatReader(engine, wire, requests)
         self._usage = self._reader.usage
         self._details = TokenDetails(engine.tokenizer, wire, requests)
-        self._chunks = ChunkWriter(self._head, wire.stream_options, self._usage)
+        self._chunks = ChunkWriter(self._head, len(requests), wire.stream_options, self._usage)
         self._num_calls = [0] * len(requests)
         self._call_id = f"call_{bare_id(answer_id)}"
 
@@ -547,8 +569,8 @@ class ChatAnswer:
     def closing(self) -> Iterator[bytes]:
         return self._chunks.closing()
 
-    def failure(self, error: str) -> bytes:
-        return event(error)
+    def failure(self, error: str) -> Iterator[bytes]:
+        return self._chunks.failure('"delta":{}', error)
 
     # ---- of one choice
 

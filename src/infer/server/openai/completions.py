@@ -20,7 +20,7 @@ from infer.server.openai.answer_parts import (
     head_of,
     wire_reason,
 )
-from infer.server.openai.events import dump, event
+from infer.server.openai.events import dump
 from infer.server.openai.generating_api import Keeps, OnMessage, Part, StreamFormat
 from infer.server.openai.grammar_fields import warning_of
 from infer.server.openai.large_json import Later
@@ -154,7 +154,7 @@ class CompletionAnswer:
         self._head = head_of("text_completion", engine.model_name, answer_id)
         self._usage = TokenUsage(requests, wire.n, only_prompt=self._only_prompt)
         self._details = TokenDetails(engine.tokenizer, wire, requests)
-        self._chunks = ChunkWriter(self._head, wire.stream_options, self._usage)
+        self._chunks = ChunkWriter(self._head, len(requests), wire.stream_options, self._usage)
         self._begun: set[int] = set()
         """choices whose prompt's ids have been sent"""
         self._echoes: dict[int, str] = {}
@@ -221,8 +221,8 @@ class CompletionAnswer:
     def closing(self) -> Iterator[bytes]:
         return self._chunks.closing()
 
-    def failure(self, error: str) -> bytes:
-        return event(error)
+    def failure(self, error: str) -> Iterator[bytes]:
+        return self._chunks.failure('"text":""', error)
 
     # ---- of one choice
 

@@ -47,8 +47,8 @@ class StreamFormat(Protocol):
     def closing(self) -> Iterator[bytes]:
         """Events after the last choice has ended."""
 
-    def failure(self, error: str) -> bytes:
-        """The last event of a stream that broke; `error`: the error body, one line of JSON."""
+    def failure(self, error: str) -> Iterator[bytes]:
+        """The last events of a stream that broke; `error`: the error body, one line of JSON."""
 
 
 class AnswerFormat(Protocol):

@@ -43,7 +43,11 @@ _ANTHROPIC_ERRORS = {
         "type": {"const": "error"},
         "error": {
             "type": "object",
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            "properties": {
+                "type": {"type": "string"},
+                "message": {"type": "string"},
+                "details": {"type": "object"},
+            },
             "required": ["type", "message"],
         },
         "request_id": {"type": ["string", "null"]},

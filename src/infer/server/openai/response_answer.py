@@ -156,13 +156,13 @@ class ResponseAnswer:
         ends = {name: self._whole[name] for name in _BEGUN}
         yield self._state(ends["status"], self._told_text, ends)
 
-    def failure(self, error: str) -> bytes:
+    def failure(self, error: str) -> Iterator[bytes]:
         """A client takes only this for the end of a stream that broke; others it asks again."""
         told = json.loads(error)["error"]
         code = told["code"] if told["code"] in _ERROR_CODES else "server_error"
         cause = {"code": code, "message": told["message"]}
         ends = {**_BEGUN, "status": "failed", "error": cause, "output": self._items}
-        return self._state("failed", self._short_text, ends)
+        yield self._state("failed", self._short_text, ends)
 
     def _state(self, kind: str, told: str, ends: Fields) -> bytes:
         """An event with the whole response. `told`: what repeats the request, as JSON."""

@@ -16,6 +16,7 @@ from infer.errors import RequestError
 from infer.server.openai.content_parts import FILE, IMAGE, leave_out_kind, member, shown_kind
 from infer.server.openai.ignored_fields import note
 from infer.server.openai.schema import Object
+from infer.text.tools.forced_markup import TEXT_GRAMMAR
 
 JOIN = "__"
 """between the name of a namespace and that of a function in it, as the model sees them"""
@@ -51,9 +52,11 @@ class Tools(NamedTuple):
     """the client's tools, by the names under which the model sees them"""
     given: list[Object]
     """as the client has sent them"""
+    forms: dict[str, Object]
+    """what is enforced of functions and not shown, by the names under which the model sees them"""
 
 
-NO_TOOLS = Tools([], {}, [])
+NO_TOOLS = Tools([], {}, [], {})
 _INPUT = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -67,7 +70,7 @@ def read_tools(value: Any) -> Tools:
     """The tools of a request. Functions of a namespace are shown under joined names."""
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RequestError("tools must be a list of objects")
-    found = Tools([], {}, value)
+    found = Tools([], {}, value, {})
     for i, tool in enumerate(value):
         _add_tool(found, tool, f"tools[{i}]", None)
     return found
@@ -96,9 +99,18 @@ def _add_tool(found: Tools, tool: Object, path: str, namespace: str | None) -> N
     if own.is_custom and isinstance(tool.get("format"), dict):
         definition = tool["format"].get("definition")
         if isinstance(definition, str):
+            found.forms[name] = _form(definition, tool["format"].get("syntax"))
             function["description"] = f"{function.get('description', '')}\n\n{definition}".strip()
     found.known[name] = own
     found.shown.append({"type": "function", "function": function})
+
+
+def _form(definition: str, syntax: Any) -> Object:
+    """The members of a function that hold its text to a grammar."""
+    if syntax != "regex":
+        return {TEXT_GRAMMAR: definition}
+    text = {"type": "string", "pattern": f"^(?:{definition})$"}
+    return {"parameters": {**_INPUT, "properties": {"input": text}}}
 
 
 def text_of(content: Any, path: str, noted: list[str] | None) -> str:

@@ -156,6 +156,7 @@ class InputTokensBody(AsChat):
         elif self.tool_choice not in ("auto", "none"):
             raise RequestError("tool_choice names none of the tools", param="tool_choice")
         self._chat = schema_base.read(ChatBody, fields, info.context)
+        self._chat.set_forms(self.tools.forms)
         return self
 
     def _shown_choice(self) -> Any:

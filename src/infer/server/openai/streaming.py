@@ -156,7 +156,7 @@ class EventStream(Response):
         except Exception as error:
             if not isinstance(error, InferError):
                 log.exception("a stream failed")
-            await self._write(sink, [self._failure(error)])
+            await self._write(sink, self._failure(error))
 
     async def _keep_turn(self, sink: Sink) -> None:
         """Keep the turn of a session. If that fails, the client gets an error, and then the end of
@@ -165,9 +165,9 @@ class EventStream(Response):
             try:
                 await self._options.keep_turn()
             except InferError as error:
-                await self._write(sink, [self._failure(error)])
+                await self._write(sink, self._failure(error))
 
-    def _failure(self, error: Exception) -> bytes:
+    def _failure(self, error: Exception) -> Iterable[bytes]:
         return self._events.failure(bytes(describe(error).body).decode("ascii"))
 
     async def _follow(self, index: int, stream: AsyncIterable[TextDelta], sink: Sink) -> None:

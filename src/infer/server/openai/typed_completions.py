@@ -89,9 +89,9 @@ class TypedCompletion:
     def closing(self) -> Iterator[bytes]:
         return self._events.closing()
 
-    def failure(self, error: str) -> bytes:
+    def failure(self, error: str) -> Iterator[bytes]:
         text = json.loads(error)["error"]["message"]
-        return event(dump({"error": text}), "error")
+        yield event(dump({"error": text}), "error")
 
 
 class TypedCompletionsApi:

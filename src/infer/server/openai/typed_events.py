@@ -52,5 +52,5 @@ class TypedEvents:
         done = {"finish_reason": self._reason, "usage": self._usage.fields()}
         yield event(dump(done), "done")
 
-    def failure(self, error: str) -> bytes:
-        return event(error, "error")
+    def failure(self, error: str) -> Iterator[bytes]:
+        yield event(error, "error")

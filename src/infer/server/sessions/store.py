@@ -149,6 +149,9 @@ class SessionStore:
             waits: dict[str, Any] = {}
             if where.get_backend_name() == "sqlite":
                 waits = {"connect_args": {"timeout": limits.database_busy_s}}
+                if where.database in (None, "", ":memory:"):  # each connection would have its own
+                    waits["connect_args"]["check_same_thread"] = False
+                    waits["poolclass"] = sql.StaticPool
                 self._turns = _Turns(limits.database_busy_s)
             elif where.get_backend_name() == "postgresql":
                 waits = {"connect_args": {"connect_timeout": CONNECT_S}, "pool_timeout": CONNECT_S}

@@ -50,6 +50,8 @@ It stands for memory that is only needed while the grammar is used.
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
 # llguidance's message for a regular expression: the expression, marks below it, and the cause.
 _REGEX_FAULT = re.compile(r"regex parse error:\n *(.*)\n(?:.*\n)*?error: (.*)")
+# Tokens by their ids, which may be control tokens.
+_TOKEN_IDS = re.compile(r"<\[[\d\s,^*-]*\]>")
 # Options for llguidance in every JSON schema.
 JSON_OPTIONS: Mapping[str, Any] = {
     # One space, or a new line with indentation: a model cannot generate endless white space.
@@ -130,12 +132,25 @@ def _source(grammar: Grammar) -> str:
             raise ValueError("the list of choices is empty: there is nothing to choose from")
         lark = "start: " + " | ".join(json.dumps(one) for one in choices)
     elif grammar.kind == "calls":
-        lark = text
+        lark = grammar.rules
     else:
-        if "%llguidance" in text:
-            raise ValueError("a grammar cannot set options (%llguidance)")
-        lark = any_to_lark(text).replace("%llguidance {}\n", "")
-    return json.dumps({"grammars": [{"lark_grammar": _HEADER + lark}]})
+        lark = _lark(text)
+    named = [
+        {"name": f"text{i}", "lark_grammar": _HEADER + _lark(text)}
+        for i, text in enumerate(grammar.texts)
+    ]
+    return json.dumps({"grammars": [{"lark_grammar": _HEADER + lark}, *named]})
+
+
+def _lark(text: str) -> str:
+    """A caller's grammar in llguidance's dialect; `ValueError` if it is not valid."""
+    if "%llguidance" in text:
+        raise ValueError("a grammar cannot set options (%llguidance)")
+    lark = str(any_to_lark(text).replace("%llguidance {}\n", ""))
+    if found := _TOKEN_IDS.search(lark):  # also in texts: what is one, llguidance's lexer decides
+        shown = f"{found[0]:.40}"
+        raise ValueError(f"a grammar cannot name tokens by their ids ({shown}); write \\x3c for <")
+    return lark
 
 
 def _in_one_line(problem: str) -> str:
@@ -292,6 +307,10 @@ class Compiler:
         return self._width
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:
+        for text in grammar.texts:  # alone, where it can name neither special tokens nor rules
+            matcher = self._matcher(Grammar.grammar(text))
+            if matcher.is_error():
+                return matcher
         source = _source(grammar)
         if grammar.kind == "grammar" and "<" in grammar.text:
             # The grammar may name control tokens, which is refused. The trie of bytes has no

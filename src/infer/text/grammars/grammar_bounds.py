@@ -36,7 +36,9 @@ def problem_of_bounds(grammar: Grammar) -> str:
         if grammar.kind == "json":
             return _problem(json.loads(grammar.text))
         if grammar.kind in ("grammar", "calls"):
-            return next(filter(None, map(_problem, embedded_schemas(grammar.text))), "")
+            sources = (grammar.rules, *grammar.texts)
+            schemas = (schema for source in sources for schema in embedded_schemas(source))
+            return next(filter(None, map(_problem, schemas)), "")
     except (ValueError, RecursionError):
         pass  # others say what is wrong with it
     return ""

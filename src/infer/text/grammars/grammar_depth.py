@@ -41,7 +41,8 @@ def is_too_deep(grammar: Grammar) -> bool:
         except ValueError:
             return False
     if grammar.kind in ("grammar", "calls"):
-        return _grammar_depth(grammar.text) > MAX_DEPTH
+        sources = (grammar.rules, *grammar.texts)
+        return sum(map(_grammar_depth, sources)) > MAX_DEPTH
     return False
 
 

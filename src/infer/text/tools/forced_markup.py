@@ -45,6 +45,9 @@ _QUOTES: Mapping[str, tuple[str, str]] = {
 }
 _FAMILIES = {family.name: family for family in FAMILIES}
 _PROBE = "probe{}"
+TEXT_GRAMMAR = "text_grammar"
+"""member of a function whose only parameter is a text: the grammar of that text, which only tagged
+values can have, since elsewhere a text is written with escapes"""
 _MAX_LENGTH = 1000
 """Largest `maxLength` of a text without quotes."""
 
@@ -98,6 +101,8 @@ class _Writer:
         self._way = way
         self._family = _FAMILIES.get(way.name)
         self._rules: list[str] = []
+        self._texts: list[str] = []
+        """grammars of the caller"""
         self._ends = tuple(ends)
         frame = self._frame(2)
         shown = "".join((*frame.gaps, *frame.mids, frame.last, *self._inner_marks()))
@@ -163,7 +168,7 @@ class _Writer:
         if not any(line.startswith("more0:") for line in lines):
             lines += self._chain(gaps, calls, last)
         heads = {f["name"]: f"{gaps[0]}{f['name']}{frame.mids[0]}" for f in functions}
-        return ForcedMarkup(Grammar.calls("\n".join([*lines, *self._rules])), heads)
+        return ForcedMarkup(Grammar.calls("\n".join([*lines, *self._rules]), self._texts), heads)
 
     def _start(self, gaps: Sequence[str], last: str, *, thinks: bool) -> str:
         lead = ""
@@ -204,7 +209,9 @@ class _Writer:
         """The name of the rule for a tool's arguments."""
         parameters = function.get("parameters") or {}
         name = f"arguments{i}"
-        if self._family is not None:
+        if self._family is not None and TEXT_GRAMMAR in function:
+            self._rules.append(f"{name}: {self._given_text(function, self._family)}")
+        elif self._family is not None:
             self._rules.append(f"{name}: {self._tagged(i, parameters, self._family)}")
         elif quotes := _QUOTES.get(self._way.name):
             self._rules.append(f"{name}: {self._gemma(i, parameters, quotes)}")
@@ -215,6 +222,14 @@ class _Writer:
         else:
             self._rules.append(f"{name}: {json_object(parameters)}")
         return name
+
+    def _given_text(self, function: Mapping[str, Any], family: Family) -> str:
+        """The one parameter of a tool that takes a text, in the caller's grammar."""
+        (key,) = function["parameters"]["properties"]
+        before, _, behind = self._around(key, "string", family)
+        self._texts.append(function[TEXT_GRAMMAR])
+        value = f"{self._literal(before)} @text{len(self._texts) - 1} {self._literal(behind)}"
+        return f"{value} {self._literal(family.between + family.end)}"
 
     def _python(self, i: int, parameters: Mapping[str, Any]) -> str:
         values = ValueRules(f"p{i}", parameters, Dialect.python())
@@ -266,11 +281,16 @@ class _Writer:
             forms.append((kind, f"{rule}json {self._literal(behind)}"))
         shown = []
         for kind, value in forms:
-            before = family.written[1].partition("{value}")[0].replace("{key}", key)
-            before = before.replace("{string}", str(kind == "string").lower())
-            before = before.replace("{type}", "number" if kind == "integer" else kind)
-            shown.append(f"{self._literal(family.between + before)} {value}")
+            before, _, _ = self._around(key, kind, family)
+            shown.append(f"{self._literal(before)} {value}")
         return " | ".join(shown)
+
+    def _around(self, key: str, kind: str, family: Family) -> tuple[str, str, str]:
+        """(text between a value and what is before the parameter, "{value}", text behind it)"""
+        written = family.written[1].replace("{key}", key)
+        written = written.replace("{string}", str(kind == "string").lower())
+        written = written.replace("{type}", "number" if kind == "integer" else kind)
+        return (family.between + written).partition("{value}")
 
     def _text(self, rule: str, key: str, schema: Any, types: frozenset[str], family: Family) -> str:
         """A text without quotes up to the tag behind it, and the tag."""
