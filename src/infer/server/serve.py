@@ -427,6 +427,7 @@ def _router(
         end_loads=loads.end,
         limits=settings.limits,
         unknown_model_statuses=unknown_model_statuses(settings),
+        drain_timeout_s=settings.drain_timeout_s,
     )
     if not settings.load_on_first_use:
         router.load_all(listener.answers.note)

@@ -11,7 +11,9 @@ from infer.config import SHIPPED_NAME, EngineConfig
 from infer.errors import ConfigError
 from infer.readable_text import readable
 
-MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
+MODEL_ACTIONS = ("load", "unload")
+"""what is no name of a model, as it stands behind /v1/models/ for what is done with one"""
+MODEL_NAME = rf"(?!({'|'.join(MODEL_ACTIONS)})(?![\w.-]))[A-Za-z0-9][A-Za-z0-9._-]{{0,95}}"
 """a pattern of the names that models may be given"""
 _NAMED = re.compile(f"{MODEL_NAME}=.+")
 
