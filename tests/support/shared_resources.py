@@ -326,6 +326,7 @@ UNLIMITED = (
                 "server/loaded_models.py",
                 "LoadedModels._begin.app:to_thread",
                 "LoadedModels._load:to_thread",
+                "LoadedModels._look.found:to_thread",
                 "LoadedModels._loader:_Loader",
                 "LoadedModels.close:to_thread",
                 "_Loader.__init__:Thread",

@@ -103,4 +103,5 @@ def serve(
             listener=listener,
             read_again=functools.partial(read_again, flags, config),
             hangup=hangup,
+            presets=found.presets,
         )

@@ -30,6 +30,10 @@ log = logging.getLogger("infer.server")
 
 Launch = Callable[[], AsyncLLM]
 """loads a model, in a thread; raises `LoadError`"""
+Find = Callable[[], Mapping[str, Launch]]
+"""what loads the models that are there now, by their names; called in a thread"""
+LOOK_S = 0.5
+"""seconds between two looks at the folder of models, whoever asks for a model that is not known"""
 _POLL_S = 0.02
 """interval in seconds at which the requests of a model that is being unloaded are counted"""
 
@@ -130,6 +134,8 @@ class LoadedModels:
         idle_unload_s: float | None = None,
         end_loads: Callable[[], None] = lambda: None,
         limits: ServerLimits = SERVER_LIMITS,
+        find: Find | None = None,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         """See `ModelRouter`."""
         self._models = {name: HeldModel(name, launch) for name, launch in launches.items()}
@@ -144,6 +150,10 @@ class LoadedModels:
         """Set when the server ends; from then on nothing is loaded."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._unloading: asyncio.Task[None] | None = None
+        self._find = find
+        self._aliases = aliases or {}
+        self._looking: asyncio.Task[None] | None = None
+        self._looked_s = -LOOK_S
         self.is_draining = False
 
     def all(self) -> Sequence[HeldModel]:
@@ -151,8 +161,35 @@ class LoadedModels:
         return list(self._models.values())
 
     def known(self, name: str) -> HeldModel | None:
-        """The model of this name, if it is known."""
-        return self._models.get(name)
+        """The model that has this name or alias, if it is known."""
+        return self._models.get(name) or self._models.get(self._aliases.get(name, ""))
+
+    def aliases_of(self, model: HeldModel) -> list[str]:
+        """The other names of a model."""
+        return [alias for alias, name in self._aliases.items() if name == model.name]
+
+    async def look(self) -> None:
+        """Look again which models there are, in the folder of models. All who ask at a time wait
+        for the same look, and the next one is not before `LOOK_S` have passed."""
+        if self._find is None:
+            return
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look(self._find))
+        await asyncio.shield(self._looking)
+
+    async def _look(self, find: Find) -> None:
+        try:
+            await asyncio.sleep(self._looked_s + LOOK_S - time.monotonic())
+            found = await asyncio.to_thread(find)
+        finally:
+            self._looking, self._looked_s = None, time.monotonic()
+        for name, launch in found.items():
+            if name not in self._models:
+                self._models[name] = HeldModel(name, launch, is_found=True)
+        for model in self.all():
+            is_held = model.engine is not None or model.changing.locked() or model.num_using
+            if model.is_found and model.name not in found and not is_held:
+                del self._models[model.name]
 
     def engines(self) -> list[AsyncLLM]:
         """The engines that are loaded."""

@@ -23,7 +23,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import EngineDeadError, OverloadedError
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, error_handlers
-from infer.server.loaded_models import HeldModel, Launch, LoadedModels
+from infer.server.loaded_models import Find, HeldModel, Launch, LoadedModels
 from infer.server.offload import PARSED, Offload
 from infer.server.request_views import (
     LoadBody,
@@ -40,6 +40,9 @@ from infer.server.settings import ServerSettings
 from infer.server.viewers import EngineViewers
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
+MAX_LISTED = 20
+"""models that an error names"""
+
 
 class ModelRouter(RequestViews):
     """See the module's docstring."""
@@ -54,15 +57,24 @@ class ModelRouter(RequestViews):
         limits: ServerLimits = SERVER_LIMITS,
         unknown_model_statuses: Mapping[str, int] | None = None,
         drain_timeout_s: float = ServerSettings.drain_timeout_s,
+        find: Find | None = None,
+        aliases: Mapping[str, str] | None = None,
     ) -> None:
         """`launches` load the models by name, in a thread. `make_app` makes the app over an engine,
         without `RequestBoundary`. `end_loads` makes a launch that is running in another thread
         raise `LoadError`. `idle_unload_s` is the time after which an idle model is unloaded; None:
         never. `unknown_model_statuses` are the statuses of requests for an unknown model, by path;
         404 where a path is not named. `drain_timeout_s`: seconds that the requests of a model have
-        which is unloaded by force."""
+        which is unloaded by force. `find`: the launches of further models, which are there now.
+        `aliases`: names of models by other names of theirs."""
         self._models = LoadedModels(
-            launches, make_app, idle_unload_s=idle_unload_s, end_loads=end_loads, limits=limits
+            launches,
+            make_app,
+            idle_unload_s=idle_unload_s,
+            end_loads=end_loads,
+            limits=limits,
+            find=find,
+            aliases=aliases,
         )
         self._unknown_model_statuses = unknown_model_statuses or {}
         self._drain_timeout_s = drain_timeout_s
@@ -82,7 +94,7 @@ class ModelRouter(RequestViews):
         models = self._models.all()
         failed = [f"{model.name} ({model.reason})" for model in models if model.reason]
         served = ", ".join(model.name for model in models if not model.reason)
-        return served, "".join(f"; not {each}" for each in failed)
+        return served or "no model yet", "".join(f"; not {each}" for each in failed)
 
     @property
     def num_open(self) -> int:
@@ -140,8 +152,8 @@ class ModelRouter(RequestViews):
 
         The metrics of its model count it, or those of the default model where it had none yet.
         """
-        model = self._models.known(context.model) or self._find(None)
-        if model.app is not None:
+        model = self._models.known(context.model) or next(iter(self._models.all()), None)
+        if model is not None and model.app is not None:
             model.app.state.metrics.seen(context)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,23 +162,37 @@ class ModelRouter(RequestViews):
         if scope["method"] == "POST" and "content-type" in request.headers:
             scope[PARSED] = body = await self._pool.read_object(request)
             name = body.get("model", name)
-        model = self._find(name, self._unknown_model_statuses.get(request.url.path, 404))
+        model = await self._look_for(name, self._unknown_model_statuses.get(request.url.path, 404))
+        if PARSED in scope and "model" in scope[PARSED]:
+            scope[PARSED] = {**scope[PARSED], "model": model.name}  # an alias is known here only
         RequestContext.of(scope).model = model.name
         app = await self._models.app_of(model)
         with model.in_use():
             await app(scope, receive, send)
 
+    async def _look_for(self, name: Any, unknown_status: int = 404) -> HeldModel:
+        """As `_find`, but where a name is not known the folder of models is looked at again."""
+        is_known = isinstance(name, str) and self._models.known(name) is not None
+        if not is_known and (isinstance(name, str) or not self._models.all()):
+            await self._models.look()
+        return self._find(name, unknown_status)
+
     def _find(self, name: Any, unknown_status: int = 404) -> HeldModel:
-        if name is None:
-            return self._models.all()[0]
+        if name is None and (models := self._models.all()):
+            return models[0]
         if not isinstance(name, str) and unknown_status != 404:
             message = "model must be a string"
             raise HttpError(400, message, param="model", code="invalid_type")
         found = self._models.known(name) if isinstance(name, str) else None
         if found is None:
-            message = f"there is no such model here; this server has {self.model_name}"
+            message = f"there is no such model here; this server has {self._listed()}"
             raise HttpError(unknown_status, message, param="model", code="model_not_found")
         return found
+
+    def _listed(self) -> str:
+        names = [model.name for model in self._models.all()]
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        return (", ".join(names[:MAX_LISTED]) or "none yet") + more
 
     # ---- as `RequestViews`
 
@@ -188,20 +214,25 @@ class ModelRouter(RequestViews):
     async def stats(self, http: Request) -> dict[str, Any]:
         """Of each model, or of the one that is named."""
         stats = {name: each.metrics.stats() for name, each in self.served(http).items()}
-        return stats.get(model_of(http) or "", {"models": stats})
+        named = model_of(http)
+        name = "" if named is None else self._find(named).name
+        return stats.get(name, {"models": stats})
 
     async def models(self, http: Request) -> dict[str, Any]:
+        await self._models.look()
         return model_list(list(map(self._shown, self._models.all())))
 
     async def model(self, http: Request) -> dict[str, Any]:
-        return self._shown(self._find(http.path_params["name"]))
+        return self._shown(await self._look_for(http.path_params["name"]))
 
     def _shown(self, model: HeldModel) -> dict[str, Any]:
         fields = model_fields(model.name, self._created, model.engine)
-        return {**fields, "status": model.status, "reason": model.reason or None}
+        aliases = self._models.aliases_of(model)
+        how = {"status": model.status, "reason": model.reason or None, "aliases": aliases}
+        return {**fields, **how}
 
     async def load_model(self, http: Request, wire: LoadBody) -> dict[str, Any]:
-        model = self._find(wire.model)
+        model = await self._look_for(wire.model)
         await self._models.load(model)
         return self._shown(model)
 
@@ -222,6 +253,8 @@ class ModelRouter(RequestViews):
         """Ready as long as any model can answer: one that crashed must not keep requests from the
         others. /v1/models has the state of each model."""
         check_stays(http)
+        if not self._models.all():
+            await self._models.look()
         statuses = {model.name: model.status for model in self._models.all()}
         if self._models.is_draining or not {"loaded", "unloaded"} & set(statuses.values()):
             raise EngineDeadError("no model is ready")

@@ -100,6 +100,11 @@ class ServerSettings:
         "What happens to unknown fields of a body: ignore = they are left out and named in the"
         " answer's X-Ignored-Params; refuse = 422.",
     )
+    models_dir: str | None = option(
+        None,
+        "Folder whose checkpoints (folders and GGUF files) are models by their names, loaded when"
+        " they are first asked for; what is added later, too.",
+    )
     load_on_first_use: bool = option(
         False, "With several models: load each when it is first asked for, not at the start."
     )
