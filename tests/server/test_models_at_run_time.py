@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from infer.engine.build.memory_ledger import MemoryLedger
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import LoadError
+from infer.server.models_memory import BESIDE_WEIGHTS, ModelsMemory
 from infer.server.multi_model import ModelRouter
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.server.test_models import LONG, broken, reasons, statuses, used
@@ -203,3 +205,133 @@ def test_one_that_cannot_be_loaded_can_be_unloaded() -> None:
         assert (await app.post(UNLOAD, {"model": "bad"})).json()["status"] == "failed"
 
     used(body, {"bad": broken}, load=False)
+
+
+def few(num: int) -> Callable[[str, Sequence[str]], bool]:
+    """Memory for so many models at a time."""
+    return lambda name, loaded: len(loaded) < num
+
+
+def test_the_least_recently_used_idle_one_makes_room() -> None:
+    launches = Launches("abc")
+
+    async def body(app: App, models: ModelRouter) -> None:
+        for name in "abac":
+            assert (await app.post(COMPLETIONS, completion_body(model=name))).status == 200
+        assert await statuses(app) == {"a": "loaded", "b": "unloaded", "c": "loaded"}
+        assert (await app.post(LOAD, {"model": "b"})).status == 200
+        assert await statuses(app) == {"a": "unloaded", "b": "loaded", "c": "loaded"}
+        assert launches.loads == ["a", "b", "c", "b"]
+
+    used(body, launches.all, load=False, fits=few(2))
+
+
+def test_what_is_in_use_stays() -> None:
+    launches = Launches("abc", step_s=0.002)
+
+    async def body(app: App, models: ModelRouter) -> None:
+        streams = [await running(app, models, name) for name in "ab"]
+        reply = await app.post(COMPLETIONS, completion_body(model="c"))
+        assert (reply.status, reply.error()["code"]) == (503, "overloaded")
+        assert "'c' does not fit into memory beside" in reply.error()["message"]
+        assert reply.headers["retry-after"]
+        assert await reasons(app) == {"a": None, "b": None, "c": None}
+        for stream in streams:
+            assert (await stream).json()["usage"]["completion_tokens"] == LONG["max_tokens"]
+        assert (await app.post(COMPLETIONS, completion_body(model="c"))).status == 200
+        assert launches.loads == ["a", "b", "c"]
+
+    used(body, launches.all, load=False, fits=few(2))
+
+
+def test_those_that_are_loaded_at_the_same_time_see_each_other() -> None:
+    """Never more than fit, though all are asked for at once."""
+    launches, most = Launches("abcd"), 0
+
+    async def body(app: App, models: ModelRouter) -> None:
+        nonlocal most
+
+        async def ask(name: str) -> int:
+            nonlocal most
+            reply = await app.post(LOAD, {"model": name})
+            most = max(most, len(models.engines()))
+            return reply.status
+
+        assert set(await asyncio.gather(*map(ask, "abcdabcd"))) == {200}
+        assert most == 2
+        assert len(models.engines()) == 2
+
+    used(body, launches.all, load=False, fits=few(2))
+
+
+def test_alone_a_model_is_tried_whatever_its_size() -> None:
+    """Its engine says better what does not fit, and what would."""
+
+    async def body(app: App, _: ModelRouter) -> None:
+        assert (await app.post(LOAD, {"model": "a"})).status == 200
+
+    used(body, Launches().all, load=False, fits=few(0))
+
+
+def test_where_requests_do_not_wait_they_are_told_when_to_come_again() -> None:
+    launches = Launches()
+    launches.failing = {"b"}
+
+    async def body(app: App, models: ModelRouter) -> None:
+        replies = [app.post(COMPLETIONS, completion_body(model="a")) for _ in range(5)]
+        for reply in await asyncio.gather(*replies):
+            assert (reply.status, reply.error()["code"]) == (503, "model_loading")
+            assert reply.headers["retry-after"] == "5"
+        async with asyncio.timeout(60):
+            while not models.engines():
+                await asyncio.sleep(0.002)
+        assert (await app.post(COMPLETIONS, completion_body(model="a"))).status == 200
+        assert launches.loads == ["a"]
+        assert (await app.post(COMPLETIONS, completion_body(model="b"))).status == 503
+        async with asyncio.timeout(60):
+            while (await statuses(app))["b"] != "failed":
+                await asyncio.sleep(0.002)
+        reply = await app.post(COMPLETIONS, completion_body(model="b"))
+        assert "'b' could not be loaded: b: is no checkpoint" in reply.error()["message"]
+        assert launches.loads == ["a", "b"]
+
+    used(body, launches.all, load=False, waits=False)
+
+
+@pytest.mark.parametrize(
+    ("budget", "free", "fits"),
+    [(None, 10, True), (300, 10, True), (299, 10, False), (None, 0, False), (300, 0, False)],
+)
+def test_a_model_fits_into_the_budget_and_what_the_ledger_leaves(
+    budget: int | None, free: int, fits: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "a").mkdir()
+    for name in ("a/1.safetensors", "a/2.safetensors", "b.gguf"):
+        (tmp_path / name).write_bytes(b"x" * 100)
+    (tmp_path / "a" / "notes.txt").write_bytes(b"x" * 1000)
+    places = {"a": tmp_path / "a", "b": tmp_path / "b.gguf"}
+    (tmp_path / "ledger").mkdir()
+    memory = ModelsMemory(
+        places.__getitem__,
+        budget,
+        ledger=MemoryLedger(tmp_path / "ledger"),
+        available=lambda: BESIDE_WEIGHTS + 200 if free else BESIDE_WEIGHTS,
+    )
+    assert memory.fits("a", ["b"]) is fits
+    assert memory.fits("unknown", ["b"]), "its engine says what it is"
+
+
+def test_what_other_engines_cannot_do_without_is_not_free(tmp_path: Path) -> None:
+    file = tmp_path / "b.gguf"
+    file.write_bytes(b"x" * 100)
+    (tmp_path / "ledger").mkdir()
+    other = MemoryLedger(tmp_path / "ledger")
+    room = BESIDE_WEIGHTS + 100
+    mine = MemoryLedger(tmp_path / "ledger")
+    memory = ModelsMemory(lambda name: file, ledger=mine, available=lambda: room)
+    assert memory.fits("b", [])
+    with other.planning():
+        other.enter(promised=1 << 45, least=1 << 45)
+    assert not memory.fits("b", [])
+    other.leave()
+    assert memory.fits("b", [])

@@ -325,8 +325,10 @@ UNLIMITED = (
             *_at(
                 "server/loaded_models.py",
                 "LoadedModels._begin.app:to_thread",
-                "LoadedModels._load:to_thread",
+                "LoadedModels._load_now:to_thread",
                 "LoadedModels._look.found:to_thread",
+                "LoadedModels._make_room:to_thread",
+                "LoadedModels._room:Lock",
                 "LoadedModels._loader:_Loader",
                 "LoadedModels.close:to_thread",
                 "_Loader.__init__:Thread",
@@ -340,6 +342,11 @@ UNLIMITED = (
         ),
         refused_at=(
             *_at("server/multi_model.py", "ModelRouter._find:HttpError"),
+            *_at(
+                "server/loaded_models.py",
+                "LoadedModels._make_room:OverloadedError",
+                "LoadedModels.begin_load:HttpError",
+            ),
             *_at("server/body_reader.py", "BodyReader._validated:HttpError"),
         ),
         why="There is one load for each model of the server, whoever asks for it.",

@@ -1,8 +1,9 @@
 """`LoadedModels`: which models a server has, and which of them are loaded
 
 Engines are loaded one at a time, at the start, for their first request or when somebody asks for
-it, and unloaded when they are idle or somebody asks for that. `multi_model.ModelRouter` answers
-requests with them.
+it, and unloaded when they are idle, when somebody asks for that, or, the one that was used least
+recently first, to make room for another one. A model in use is never unloaded for another.
+`multi_model.ModelRouter` answers requests with them.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.errors import EngineDeadError, LoadError
+from infer.errors import EngineDeadError, InferError, LoadError, OverloadedError
 from infer.server.http.error_responses import HttpError
 from infer.server.settings import ServerSettings
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
@@ -32,6 +33,10 @@ Launch = Callable[[], AsyncLLM]
 """loads a model, in a thread; raises `LoadError`"""
 Find = Callable[[], Mapping[str, Launch]]
 """what loads the models that are there now, by their names; called in a thread"""
+Fits = Callable[[str, Sequence[str]], bool]
+"""whether a model fits into memory beside those that are loaded; called in a thread"""
+RETRY_S = 5
+"""seconds after which a request may ask again for a model that is being loaded"""
 LOOK_S = 0.5
 """seconds between two looks at the folder of models, whoever asks for a model that is not known"""
 _POLL_S = 0.02
@@ -136,6 +141,7 @@ class LoadedModels:
         limits: ServerLimits = SERVER_LIMITS,
         find: Find | None = None,
         aliases: Mapping[str, str] | None = None,
+        fits: Fits | None = None,
     ) -> None:
         """See `ModelRouter`."""
         self._models = {name: HeldModel(name, launch) for name, launch in launches.items()}
@@ -152,6 +158,10 @@ class LoadedModels:
         self._unloading: asyncio.Task[None] | None = None
         self._find = find
         self._aliases = aliases or {}
+        self._fits = fits
+        self._room = asyncio.Lock()
+        """held while room is made and used"""
+        self._beginning: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = -LOOK_S
         self.is_draining = False
@@ -272,7 +282,44 @@ class LoadedModels:
             assert model.app is not None
             return model.app
 
+    def begin_load(self, model: HeldModel) -> InferError:
+        """Load a model for those who come later; returns the error of who came now."""
+        if time.monotonic() < model.refused_until_s:
+            return model.not_loaded()
+        if not model.changing.locked():
+            task = asyncio.create_task(self._load_unseen(model))
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+        message = f"the model {model.name!r} is being loaded; ask again"
+        kind = OverloadedError.type
+        return HttpError(503, message, code="model_loading", type=kind, retry_after_s=RETRY_S)
+
+    async def _load_unseen(self, model: HeldModel) -> None:
+        with suppress(InferError):  # /v1/models has the reason
+            await self.app_of(model)
+
     async def _load(self, model: HeldModel) -> None:
+        async with self._room:
+            await self._make_room(model)
+            await self._load_now(model)
+
+    async def _make_room(self, model: HeldModel) -> None:
+        """Unload what was used least recently until a model fits. Raises `OverloadedError` where
+        all others are in use."""
+        while self._fits is not None and not self.is_draining:
+            held = [each for each in self.all() if each.engine is not None]
+            names = [each.name for each in held]
+            if not held or await asyncio.to_thread(self._fits, model.name, names):
+                return
+            idle = [each for each in held if not (each.num_open or each.changing.locked())]
+            if not idle:
+                raise OverloadedError(
+                    f"the model {model.name!r} does not fit into memory beside those that are in"
+                    " use now"
+                )
+            await self._unload(min(idle, key=lambda each: each.used_s))
+
+    async def _load_now(self, model: HeldModel) -> None:
         if self.is_draining:
             raise EngineDeadError("the server is shutting down")
         if time.monotonic() < model.refused_until_s:

@@ -23,7 +23,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import EngineDeadError, OverloadedError
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, error_handlers
-from infer.server.loaded_models import Find, HeldModel, Launch, LoadedModels
+from infer.server.loaded_models import Find, Fits, HeldModel, Launch, LoadedModels
 from infer.server.offload import PARSED, Offload
 from infer.server.request_views import (
     LoadBody,
@@ -59,6 +59,8 @@ class ModelRouter(RequestViews):
         drain_timeout_s: float = ServerSettings.drain_timeout_s,
         find: Find | None = None,
         aliases: Mapping[str, str] | None = None,
+        fits: Fits | None = None,
+        waits: bool = True,
     ) -> None:
         """`launches` load the models by name, in a thread. `make_app` makes the app over an engine,
         without `RequestBoundary`. `end_loads` makes a launch that is running in another thread
@@ -66,7 +68,9 @@ class ModelRouter(RequestViews):
         never. `unknown_model_statuses` are the statuses of requests for an unknown model, by path;
         404 where a path is not named. `drain_timeout_s`: seconds that the requests of a model have
         which is unloaded by force. `find`: the launches of further models, which are there now.
-        `aliases`: names of models by other names of theirs."""
+        `aliases`: names of models by other names of theirs. `fits`: whether a model fits beside
+        others; None: all do. `waits`: whether a request for a model that is not loaded waits until
+        it is, or else is refused."""
         self._models = LoadedModels(
             launches,
             make_app,
@@ -75,7 +79,9 @@ class ModelRouter(RequestViews):
             limits=limits,
             find=find,
             aliases=aliases,
+            fits=fits,
         )
+        self._waits = waits
         self._unknown_model_statuses = unknown_model_statuses or {}
         self._drain_timeout_s = drain_timeout_s
         self._pool = Offload(limits)
@@ -166,6 +172,8 @@ class ModelRouter(RequestViews):
         if PARSED in scope and "model" in scope[PARSED]:
             scope[PARSED] = {**scope[PARSED], "model": model.name}  # an alias is known here only
         RequestContext.of(scope).model = model.name
+        if not (self._waits or model.is_at_hand or self._models.is_draining):
+            raise self._models.begin_load(model)
         app = await self._models.app_of(model)
         with model.in_use():
             await app(scope, receive, send)

@@ -49,6 +49,7 @@ from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
 from infer.server.http.tls_connection import accept_tls
 from infer.server.models_folder import ModelsFolder, launches_in
+from infer.server.models_memory import ModelsMemory
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import log_on_stderr, log_request
 from infer.server.observe.spans import check_packages
@@ -424,10 +425,16 @@ def _router(
 ) -> ModelRouter:
     """Several models, which are loaded from now on or when they are used."""
     launches = {name: functools.partial(launch, _with_seed(each)) for name, each in configs.items()}
-    find = None
+    find = folder = None
     if settings.models_dir is not None:
         folder = ModelsFolder(Path(settings.models_dir))
         find = functools.partial(launches_in, folder, lambda it: launch(_with_seed(it)), presets)
+
+    def path_of(name: str) -> Path:
+        if name in configs or folder is None:
+            return Path(configs[name].model or "").expanduser()
+        return folder.path_of(name)
+
     router = ModelRouter(
         launches,
         functools.partial(create_app, settings=settings, is_inner=True),
@@ -438,6 +445,8 @@ def _router(
         drain_timeout_s=settings.drain_timeout_s,
         find=find,
         aliases=presets.aliases,
+        fits=ModelsMemory(path_of, settings.models_memory_bytes).fits,
+        waits=settings.when_not_loaded == "wait",
     )
     if not settings.load_on_first_use:
         router.load_all(listener.answers.note)
@@ -445,7 +454,7 @@ def _router(
 
 
 def _check_combination(settings: ServerSettings, *, has_names: bool, in_thread: bool) -> None:
-    for field in ("load_on_first_use", "idle_unload_s"):
+    for field in ("load_on_first_use", "idle_unload_s", "models_memory_bytes"):
         if not has_names and getattr(settings, field):
             raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
     if in_thread and settings.replicas > 1:
