@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -335,3 +337,75 @@ def test_what_other_engines_cannot_do_without_is_not_free(tmp_path: Path) -> Non
     assert not memory.fits("b", [])
     other.leave()
     assert memory.fits("b", [])
+
+
+@pytest.mark.parametrize("outcome", ["answer", "error", "refusal"])
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/messages"])
+def test_a_stream_that_waits_for_its_model_is_told_that_it_lives(path: str, outcome: str) -> None:
+    may_load, comments = threading.Event(), 0
+
+    def launch() -> AsyncLLM:
+        assert may_load.wait(60)
+        return make_hash_llm() if outcome != "error" else broken()
+
+    def wrote(data: bytes) -> None:
+        nonlocal comments
+        comments += data == b": the model a is being loaded\n\n"
+        if comments == 3:
+            may_load.set()
+
+    async def body(app: App, models: ModelRouter) -> None:
+        if path == COMPLETIONS:
+            sent: dict[str, Any] = completion_body(model="a", stream=True, max_tokens=3)
+        else:
+            messages = [{"role": "user", "content": "a"}]
+            sent = {"model": "a", "stream": True, "max_tokens": 3, "messages": messages}
+        if outcome == "refusal":
+            sent["temperature"] = "warm"
+        reply = await app.post(path, sent, on_write=wrote)
+        assert (reply.status, reply.headers["content-type"]) == (
+            200,
+            "text/event-stream; charset=utf-8",
+        )
+        assert comments >= 3
+        *_, last = [each for each in reply.body.decode().split("\n\n") if each]
+        if outcome == "answer":
+            assert "error" not in last
+            assert last.endswith("[DONE]") or "message_stop" in last
+        else:
+            event, data = last.split("\n")
+            assert event == "event: error"
+            error = json.loads(data.removeprefix("data: "))
+            assert (error.get("type") == "error") is (path != COMPLETIONS)
+            said = "temperature" if outcome == "refusal" else "could not be loaded: path: no such"
+            assert said in error["error"]["message"]
+
+    statuses = {path: 404}
+    used(body, {"a": launch}, load=False, keep_alive_s=0.005, unknown_model_statuses=statuses)
+
+
+def test_a_load_goes_on_though_its_stream_is_gone() -> None:
+    may_load, leave = threading.Event(), asyncio.Event()
+    loads = []
+
+    def launch() -> AsyncLLM:
+        assert may_load.wait(60)
+        loads.append("a")
+        return make_hash_llm()
+
+    async def body(app: App, models: ModelRouter) -> None:
+        sent = completion_body(model="a", stream=True)
+        how: dict[str, Any] = {"leave": leave, "on_write": lambda data: leave.set()}
+        await app.post(COMPLETIONS, sent, **how)
+        assert await statuses(app) == {"a": "loading"}
+        may_load.set()
+        assert (await app.post(COMPLETIONS, completion_body(model="a"))).status == 200
+        assert loads == ["a"]
+
+    used(
+        body,
+        {"a": launch},
+        load=False,
+        keep_alive_s=0.005,
+        unknown_model_statuses={COMPLETIONS: 404},
+    )

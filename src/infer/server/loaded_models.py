@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.applications import Starlette
 
@@ -161,7 +162,7 @@ class LoadedModels:
         self._fits = fits
         self._room = asyncio.Lock()
         """held while room is made and used"""
-        self._beginning: set[asyncio.Task[None]] = set()
+        self._beginning: set[asyncio.Task[Starlette]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = -LOOK_S
         self.is_draining = False
@@ -287,16 +288,18 @@ class LoadedModels:
         if time.monotonic() < model.refused_until_s:
             return model.not_loaded()
         if not model.changing.locked():
-            task = asyncio.create_task(self._load_unseen(model))
-            self._beginning.add(task)
-            task.add_done_callback(self._beginning.discard)
+            self.loading(model)
         message = f"the model {model.name!r} is being loaded; ask again"
         kind = OverloadedError.type
         return HttpError(503, message, code="model_loading", type=kind, retry_after_s=RETRY_S)
 
-    async def _load_unseen(self, model: HeldModel) -> None:
-        with suppress(InferError):  # /v1/models has the reason
-            await self.app_of(model)
+    def loading(self, model: HeldModel) -> asyncio.Task[Starlette]:
+        """As `app_of`, in a task that goes on though nobody waits for it."""
+        task = asyncio.create_task(self.app_of(model))
+        self._beginning.add(task)
+        task.add_done_callback(self._beginning.discard)
+        task.add_done_callback(_forget)  # /v1/models has the reason
+        return task
 
     async def _load(self, model: HeldModel) -> None:
         async with self._room:
@@ -422,7 +425,7 @@ def public_reason(error: Exception) -> str:
     return text.replace("\0", "/")[:300]
 
 
-def _forget(loading: asyncio.Future[AsyncLLM]) -> None:
+def _forget(loading: asyncio.Future[Any]) -> None:
     """Take the result of a load that nobody waits for, so that its error is not logged."""
     if not loading.cancelled():
         loading.exception()

@@ -8,6 +8,7 @@ requests and changes nothing for the others. `serve.Server` uses a router as it 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -20,11 +21,13 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.errors import EngineDeadError, OverloadedError
+from infer.errors import EngineDeadError, InferError, OverloadedError
+from infer.server.early_stream import EarlyStream
 from infer.server.http.context import RequestContext
-from infer.server.http.error_responses import HttpError, error_handlers
+from infer.server.http.error_responses import HttpError, describe, error_handlers
 from infer.server.loaded_models import Find, Fits, HeldModel, Launch, LoadedModels
 from infer.server.offload import PARSED, Offload
+from infer.server.openai.streaming import unless_gone
 from infer.server.request_views import (
     LoadBody,
     RequestViews,
@@ -61,6 +64,7 @@ class ModelRouter(RequestViews):
         aliases: Mapping[str, str] | None = None,
         fits: Fits | None = None,
         waits: bool = True,
+        keep_alive_s: float = ServerSettings.keep_alive_s,
     ) -> None:
         """`launches` load the models by name, in a thread. `make_app` makes the app over an engine,
         without `RequestBoundary`. `end_loads` makes a launch that is running in another thread
@@ -70,7 +74,8 @@ class ModelRouter(RequestViews):
         which is unloaded by force. `find`: the launches of further models, which are there now.
         `aliases`: names of models by other names of theirs. `fits`: whether a model fits beside
         others; None: all do. `waits`: whether a request for a model that is not loaded waits until
-        it is, or else is refused."""
+        it is, or else is refused. `keep_alive_s`: seconds of waiting after which a stream is sent a
+        comment; 0: never."""
         self._models = LoadedModels(
             launches,
             make_app,
@@ -82,6 +87,7 @@ class ModelRouter(RequestViews):
             fits=fits,
         )
         self._waits = waits
+        self._keep_alive_s = keep_alive_s
         self._unknown_model_statuses = unknown_model_statuses or {}
         self._drain_timeout_s = drain_timeout_s
         self._pool = Offload(limits)
@@ -122,6 +128,7 @@ class ModelRouter(RequestViews):
     def apply(self, settings: ServerSettings) -> None:
         """Take the live settings, for the models that are loaded later too."""
         self._drain_timeout_s = settings.drain_timeout_s
+        self._keep_alive_s = settings.keep_alive_s
         self._models.apply(settings)
 
     def load_all(self, note: Callable[[str, str], None] = lambda name, status: None) -> None:
@@ -174,9 +181,37 @@ class ModelRouter(RequestViews):
         RequestContext.of(scope).model = model.name
         if not (self._waits or model.is_at_hand or self._models.is_draining):
             raise self._models.begin_load(model)
+        is_stream = scope.get(PARSED, {}).get("stream") is True
+        if is_stream and not model.is_at_hand and request.url.path in self._unknown_model_statuses:
+            await self._stream(model, request, send)
+            return
         app = await self._models.app_of(model)
         with model.in_use():
             await app(scope, receive, send)
+
+    async def _stream(self, model: HeldModel, request: Request, send: Send) -> None:
+        """Load the model, and answer; comments are sent meanwhile."""
+        context = RequestContext.of(request.scope)
+        is_anthropic = request.url.path.startswith("/v1/messages")
+        early = EarlyStream(send, context.id, is_anthropic=is_anthropic)
+        try:
+            app = await unless_gone(request.receive, self._loaded(model, early))
+        except InferError as error:
+            if not early.has_begun:
+                raise
+            response = describe(error)
+            await early.fail(response.status_code, bytes(response.body))
+            return
+        with model.in_use():
+            await app(request.scope, request.receive, early)
+
+    async def _loaded(self, model: HeldModel, early: EarlyStream) -> Starlette:
+        loading = self._models.loading(model)
+        while not loading.done():
+            await asyncio.wait((loading,), timeout=self._keep_alive_s or None)
+            if not loading.done():
+                await early.mention(f"the model {model.name} is being loaded")
+        return loading.result()
 
     async def _look_for(self, name: Any, unknown_status: int = 404) -> HeldModel:
         """As `_find`, but where a name is not known the folder of models is looked at again."""

@@ -447,6 +447,7 @@ def _router(
         aliases=presets.aliases,
         fits=ModelsMemory(path_of, settings.models_memory_bytes).fits,
         waits=settings.when_not_loaded == "wait",
+        keep_alive_s=settings.keep_alive_s,
     )
     if not settings.load_on_first_use:
         router.load_all(listener.answers.note)
