@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def test_models_in_a_file_and_in_a_variable(given: str, shown: Any, tmp_path: Pa
         ("\nmax-batch-size = 5", "max-batch-size", r"did you mean 'max_batch_size'\? \(.*:2\)"),
         ("[server]\nport = 1", "server", r"there is no such setting; .*\(.*:1\)"),
         ("[model]\na = 1", "model", r"must be a path, or a list of NAME=PATH, .*:1\)"),
-        ('models = "m"', "models", r"must be a table of names and paths, not 'm' \(.*:1\)"),
+        ('models = "m"', "models", r"must be a table of names, .*, not 'm' \(.*:1\)"),
         ('model = "m"\n[models]\na = "n"', "model", "is given twice in .*: as model and as models"),
         ("seed = 1\nport = 70000", "port", r"between 0 and 65535, not 70000 \(.*:2\)"),
         ('port = "80"', "port", r"must be an integer, not '80' \(.*:1\)"),
@@ -331,8 +332,6 @@ def test_the_schema_says_what_the_settings_say(setting: Setting, tmp_path: Path)
 
 
 def test_the_schema_validates_the_examples_of_the_docs() -> None:
-    import tomllib
-
     examples = [
         (path.name, tomllib.loads(text))
         for path in sorted((ROOT / "docs").rglob("*.md"))
@@ -366,3 +365,48 @@ def test_what_a_running_server_takes(tmp_path: Path, monkeypatch: pytest.MonkeyP
         *("max_sessions", "max_session_messages", "max_session_bytes"),
     }
     assert live <= set(ServerSettings.__dataclass_fields__)
+
+
+def test_models_have_presets_and_aliases(tmp_path: Path) -> None:
+    """What a model's table says holds for it alone; flags and variables win over the file."""
+    file = tmp_path / "infer.toml"
+    file.write_text(
+        'seed = 1\nmax_batch_size = 8\nmodels_dir = "/srv/models"\n[models]\na = "/a"\n'
+        'b = { path = "/b", aliases = ["best", "gpt-4o"], seed = 2, max_seq_len = 64 }\n'
+        "c = { max_seq_len = 128, max_batch_size = 2 }\n",
+        encoding="utf-8",
+    )
+    found = Configuration.read({"max_batch_size": 4}, file, {})
+    assert isinstance(found.configs, dict)
+    shown = {name: (it.model, it.seed, it.max_seq_len) for name, it in found.configs.items()}
+    assert shown == {"a": ("/a", 1, None), "b": ("/b", 2, 64)}
+    in_folder = found.presets.config_of("c", "/srv/models/c")
+    assert (in_folder.max_seq_len, in_folder.max_batch_size, in_folder.seed) == (128, 4, 1)
+    assert found.presets.config_of("d", "/srv/models/d").max_seq_len is None
+    assert found.presets.aliases == {"best": "b", "gpt-4o": "b"}
+    assert is_valid(tomllib.loads(file.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a = { seed = 1 }", "'a' has no path, and there is no models_dir"),
+        ('a = { path = "/a", max_seqlen = 1 }', "a.max_seqlen: .*did you mean 'max_seq_len'"),
+        ('a = { path = "/a", port = 1 }', "a.port: .*there is no such setting"),
+        ('a = { path = "/a", served_model_name = "x" }', "a.served_model_name: "),
+        ('a = { path = "/a", max_seq_len = 0 }', "a.max_seq_len: must be "),
+        ('a = { path = "/a", seed = "x" }', "a.seed: must be "),
+        ('a = { path = 3 }', "must be a table of names"),
+        ('a = { path = "/a", aliases = "b" }', "must be a table of names"),
+        ('a = { path = "/a", aliases = ["a"] }', "'a' is the name of a model, too"),
+        ('a = { path = "/a", aliases = ["b c"] }', "'b c' is no name"),
+        ('a = { path = "/a", aliases = ["load"] }', "'load' is no name"),
+        ('a = { path = "/a", aliases = ["x"] }\nb = { path = "/b", aliases = ["x"] }',
+         "'x' is an alias of two models, a and b"),
+    ],
+)  # fmt: skip
+def test_what_a_models_table_may_not_say(line: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "infer.toml"
+    file.write_text(f"[models]\n{line}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=f"^models: .*{message}.*infer.toml:1"):
+        Configuration.read({}, file, {})

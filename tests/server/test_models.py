@@ -21,7 +21,8 @@ from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
 from infer.server.app import create_app, layers
-from infer.server.multi_model import ModelRouter, public_reason
+from infer.server.loaded_models import public_reason
+from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import log_on_stderr
 from infer.server.route_table import EVENTS_PATH
 from infer.server.served_models import configs_of

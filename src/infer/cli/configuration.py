@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,7 +25,7 @@ from infer.config import EngineConfig, Setting, settings_of, unknown_setting
 from infer.errors import ConfigError
 from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.private_files import warn_if_shared
-from infer.server.served_models import MODEL_NAME, configs_of
+from infer.server.served_models import MODEL_NAME, Presets, configs_of
 from infer.server.settings import ListenAddress, ServerSettings
 
 log = logging.getLogger("infer.server")
@@ -35,6 +35,10 @@ MODEL = "model"
 """the setting that may be several: a list of `[NAME=]PATH`"""
 MODELS = "models"
 """the table of a file with a path for each name"""
+PATH, ALIASES = "path", "aliases"
+"""what a model's table in it may have beside settings of its engine"""
+NOT_OF_ONE = frozenset({MODEL, "served_model_name"})
+"""settings of an engine that its name and path stand for there"""
 KINDS: tuple[Any, ...] = (ListenAddress, ServerSettings, EngineConfig)
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 OTHER_VARIABLES = (
@@ -81,6 +85,8 @@ class Configuration:
     address: ListenAddress
     server: ServerSettings
     configs: EngineConfig | dict[str, EngineConfig]
+    presets: Presets
+    """what the file says of models by their names"""
 
     @classmethod
     def read(
@@ -88,21 +94,21 @@ class Configuration:
     ) -> Configuration:
         """From the flags that were given, the variables, and the file if there is one. Raises
         `ConfigError` for what is unknown, impossible or contradicts itself."""
-        given = {
-            **_of_file(file),
-            **_of_variables(variables),
-            **_of_flags(flags),
-        }
+        over = {**_of_variables(variables), **_of_flags(flags)}
+        given = {**_of_file(file), **over}
         address, server = _made(ListenAddress, given), _made(ServerSettings, given)
         _check_together(given, address, server)
         names = [each.name for each in settings_of(EngineConfig) if each.name != MODEL]
         engine = {name: given[name].value for name in names if name in given}
         models = given[MODEL].value if MODEL in given else []
+        presets = _presets(given, engine, set(over), server)
         try:
-            configs = configs_of(models, engine)
+            has_folder = server.models_dir is not None
+            configs = configs_of(models, engine, presets.own, has_folder=has_folder)
         except ConfigError as error:
             raise _with_origin(error, given) from None
-        return cls(given, address, server, configs)
+        _check_aliases(presets, configs, given)
+        return cls(given, address, server, configs, presets)
 
     def rows(self) -> list[dict[str, Any]]:
         """Each setting: its name, its value without secrets, and where that is from."""
@@ -189,29 +195,107 @@ def _of_file(file: Path | None) -> dict[str, Given]:
             raise ConfigError(MODEL, f"is given twice in {file}: as {MODEL} and as {MODELS}")
         if name in (MODEL, MODELS):
             given[MODEL] = Given(_models_in_file(name, value, origin), origin)
+            if name == MODELS:
+                tables = {key: it for key, it in value.items() if isinstance(it, dict)}
+                given[MODELS] = Given(tables, origin)
         elif name not in known:
             problem = _message(unknown_setting(name, [*known, MODELS]))
             raise ConfigError(name, f"{problem} ({origin})")
         else:
             given[name] = Given(_natural(known[name], value), origin)
-    if any(_is_secret(known[name], each.value) for name, each in given.items()):
+    if any(name in known and _is_secret(known[name], it.value) for name, it in given.items()):
         warn_if_shared(file.expanduser())
     return given
 
 
 def _models_in_file(name: str, value: Any, origin: str) -> list[str]:
-    if name == MODELS and isinstance(value, dict) and all(map(_is_text, value.values())):
+    if name == MODELS and isinstance(value, dict) and all(map(_is_model, value.values())):
         for key in value:
             if not re.fullmatch(MODEL_NAME, key):
                 raise ConfigError(
                     name, f"{key!r} is no name, which has letters, digits, ._- only ({origin})"
                 )
-        return [f"{key}={path}" for key, path in value.items()]
+        paths = {
+            key: it[PATH] if isinstance(it, dict) else it
+            for key, it in value.items()
+            if not isinstance(it, dict) or PATH in it
+        }
+        return [f"{key}={path}" for key, path in paths.items()]
     texts = value if isinstance(value, list) else [value]
     if name == MODELS or not texts or not all(map(_is_text, texts)):
-        form = "a table of names and paths" if name == MODELS else "a path, or a list of NAME=PATH"
+        form = (
+            "a table of names, with a path or a table for each"
+            if name == MODELS
+            else "a path, or a list of NAME=PATH"
+        )
         raise ConfigError(name, f"must be {form}, not {value!r:.80} ({origin})")
     return texts
+
+
+def _is_model(value: object) -> bool:
+    if not isinstance(value, dict):
+        return _is_text(value)
+    aliases = value.get(ALIASES, [])
+    is_list = isinstance(aliases, list) and all(map(_is_text, aliases))
+    return is_list and _is_text(value.get(PATH, "-"))
+
+
+def _presets(
+    given: Mapping[str, Given],
+    settings: Mapping[str, Any],
+    over: Collection[str],
+    server: ServerSettings,
+) -> Presets:
+    """What a file says of models by their names; `over`: what flags and variables say, which win.
+    Raises `ConfigError`."""
+    if MODELS not in given:
+        return Presets(settings)
+    tables, origin, _ = given[MODELS]
+    known = {each.name: each for each in settings_of(EngineConfig)}
+    own: dict[str, dict[str, Any]] = {}
+    aliases: dict[str, str] = {}
+    for model, table in tables.items():
+        if PATH not in table and server.models_dir is None:
+            message = f"{model!r} has no path, and there is no models_dir it could be in"
+            raise ConfigError(MODELS, f"{message} ({origin})")
+        own[model] = {}
+        for name, value in table.items():
+            if name in (PATH, ALIASES):
+                continue
+            if name not in known or name in NOT_OF_ONE:
+                names = [*sorted(known.keys() - NOT_OF_ONE), PATH, ALIASES]
+                problem = _message(unknown_setting(name, names))
+                raise ConfigError(MODELS, f"{model}.{name}: {problem} ({origin})")
+            if name not in over:
+                own[model][name] = _natural(known[name], value)
+        for alias in table.get(ALIASES, ()):
+            if aliases.setdefault(alias, model) != model:
+                message = f"{alias!r} is an alias of two models, {aliases[alias]} and {model}"
+                raise ConfigError(MODELS, f"{message} ({origin})")
+    presets = Presets(settings, own, aliases)
+    for model in own:
+        try:
+            presets.config_of(model, "-")
+        except ConfigError as error:
+            raise ConfigError(MODELS, f"{model}.{error} ({origin})") from None
+    return presets
+
+
+def _check_aliases(
+    presets: Presets,
+    configs: EngineConfig | Mapping[str, EngineConfig],
+    given: Mapping[str, Given],
+) -> None:
+    for alias in presets.aliases:
+        problem = ""
+        if not isinstance(configs, EngineConfig) and (alias in configs or alias in presets.own):
+            problem = "is the name of a model, too"
+        elif not re.fullmatch(MODEL_NAME, alias):
+            problem = "is no name, which has letters, digits, ._- only"
+        if problem:
+            raise ConfigError(
+                MODELS, f"the alias {alias!r:.100} {problem} ({given[MODELS].origin})"
+            )
 
 
 def _is_text(value: object) -> bool:
@@ -280,11 +364,19 @@ def schema() -> dict[str, Any]:
     text = {"type": "string", "minLength": 1}
     several = {"type": "array", "items": text, "minItems": 1}
     properties[MODEL] = {"description": properties[MODEL]["description"], "anyOf": [text, several]}
+    of_engine = [each.name for each in settings_of(EngineConfig) if each.name not in NOT_OF_ONE]
+    own = {PATH: text, ALIASES: {"type": "array", "items": text}}
+    table = {
+        "type": "object",
+        "properties": own | {name: properties[name] for name in of_engine},
+        "additionalProperties": False,
+    }
     properties[MODELS] = {
-        "description": "Several models: a path or hub id for each name.",
+        "description": "Several models: for each name a path or hub id, or a table with that,"
+        " aliases and settings of its engine.",
         "type": "object",
         "propertyNames": {"pattern": f"^{MODEL_NAME}$"},
-        "additionalProperties": text,
+        "additionalProperties": {"anyOf": [text, table]},
         "minProperties": 1,
     }
     return {

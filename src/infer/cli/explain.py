@@ -35,10 +35,15 @@ MAX_TRACE_BYTES = 16 << 20
 
 @contextmanager
 def opened(
-    url: str, path: str, api_key: str | None, failure: str, body: Fields | None = None
+    url: str,
+    path: str,
+    api_key: str | None,
+    failure: str,
+    body: Fields | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Iterator[Any]:
     """The answer of the server at `url` to a GET of `path`, or to a POST of `body`, to be read
-    within the block.
+    within the block. `timeout_s`: seconds for which it may be silent.
 
     Raises `InferError` with one sentence: the server's own where it refuses, as a `RequestError`
     with its code; else that none answers or, if the answer has begun, `failure`, and why. This is
@@ -53,7 +58,7 @@ def opened(
     problem = f"no infer server answers at {url}"
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}{path}", data, headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
             problem = failure
             yield reply
     except urllib.error.HTTPError as error:
@@ -79,8 +84,26 @@ def fetch(url: str, request_id: str, api_key: str | None) -> Fields:
 def get_json(url: str, path: str, api_key: str | None, otherwise: str) -> Fields:
     """The JSON object that a server sends. Raises `InferError` with one sentence, whatever answers
     at `url`; `otherwise`: what is wrong with an answer that is no object."""
+    return _json_of(url, path, api_key, otherwise)
+
+
+def post_json(
+    url: str, path: str, body: Fields, api_key: str | None, otherwise: str, timeout_s: float
+) -> Fields:
+    """As `get_json`, for a POST of `body`, which the server has `timeout_s` to answer."""
+    return _json_of(url, path, api_key, otherwise, body, timeout_s)
+
+
+def _json_of(
+    url: str,
+    path: str,
+    api_key: str | None,
+    otherwise: str,
+    body: Fields | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Fields:
     problem = f"no infer server answers at {url}"
-    with opened(url, path, api_key, problem) as reply:
+    with opened(url, path, api_key, problem, body, timeout_s) as reply:
         fields = _read_json(reply)
     if not isinstance(fields, dict):
         raise InferError(f"{problem}: {otherwise}")

@@ -33,8 +33,8 @@ NO_WINDOWS = (
 )
 COMMANDS = (
     *("serve", "generate", "chat", "run", "plan", "doctor"),
-    *("explain", "top", "connect", "models", "pull", "list", "rm", "bench", "keys", "config"),
-    "cluster",
+    *("explain", "top", "connect", "load", "unload", "ps", "models"),
+    *("pull", "list", "rm", "bench", "keys", "config", "cluster"),
 )
 """The subcommands, in the order of `infer --help`."""
 GENERATE_MAX_TOKENS = 256
@@ -282,6 +282,41 @@ def top(
     if address not in (None, url) and url != LOCAL_URL:
         raise ConfigError("url", "is given twice: as an argument and with --url")
     run_top(address or url, model, api_key, once=once)
+
+
+@app.command()
+def load(
+    model: Annotated[str, typer.Argument(help="As ps shows it.")],
+    url: Url = LOCAL_URL,
+    api_key: ApiKey = None,
+) -> None:
+    """Have a running server load one of its models; returns when it is loaded."""
+    from infer.cli.running_models import run_load
+
+    run_load(url, model, api_key)
+
+
+@app.command()
+def unload(
+    model: Annotated[str, typer.Argument(help="As ps shows it.")],
+    url: Url = LOCAL_URL,
+    api_key: ApiKey = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Though requests run: they may finish for some time.")
+    ] = False,
+) -> None:
+    """Have a running server unload a model; the next request for it loads it again."""
+    from infer.cli.running_models import run_unload
+
+    run_unload(url, model, api_key, force=force)
+
+
+@app.command()
+def ps(url: Url = LOCAL_URL, api_key: ApiKey = None) -> None:
+    """List the models of a running server, and which are loaded."""
+    from infer.cli.running_models import run_ps
+
+    run_ps(url, api_key)
 
 
 @app.command()

@@ -108,4 +108,5 @@ def serve(
             read_again=functools.partial(read_again, flags, config),
             hangup=hangup,
             screen=screen,
+            presets=found.presets,
         )

@@ -1,24 +1,17 @@
 """`ModelRouter`: several models behind one address, each with an engine and an app of its own.
 
 A request's `model` decides which app answers it. A GET has it in the query, and the first model is
-the default. Requests and metrics are listed for all models. Engines are loaded one at a time, at
-the start or for their first request, and unloaded when they are idle. A model that cannot be
-loaded, or whose engine crashes, is a 503 for its own requests and changes nothing for the others.
-`serve.Server` uses a router as it uses an engine.
+the default. Requests and metrics are listed for all models. `loaded_models.LoadedModels` loads and
+unloads the engines. A model that cannot be loaded, or whose engine crashes, is a 503 for its own
+requests and changes nothing for the others. `serve.Server` uses a router as it uses an engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import queue
-import re
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.applications import Starlette
@@ -28,13 +21,18 @@ from starlette.routing import Mount
 from starlette.types import Receive, Scope, Send
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.errors import EngineDeadError, LoadError, OverloadedError
+from infer.errors import EngineDeadError, InferError, OverloadedError
+from infer.server.early_stream import EarlyStream
 from infer.server.http.context import RequestContext
-from infer.server.http.error_responses import HttpError, error_handlers
+from infer.server.http.error_responses import HttpError, describe, error_handlers
+from infer.server.loaded_models import Find, Fits, HeldModel, Launch, LoadedModels
 from infer.server.offload import PARSED, Offload
+from infer.server.openai.streaming import unless_gone
 from infer.server.request_views import (
+    LoadBody,
     RequestViews,
     ServedEngine,
+    UnloadBody,
     check_stays,
     model_fields,
     model_list,
@@ -45,66 +43,8 @@ from infer.server.settings import ServerSettings
 from infer.server.viewers import EngineViewers
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
-log = logging.getLogger("infer.server")
-
-
-@dataclass(eq=False)
-class _Model:
-    """A model's name, and its engine and app while they are loaded."""
-
-    name: str
-    launch: Callable[[], AsyncLLM]
-    engine: AsyncLLM | None = None
-    app: Starlette | None = None
-    used_s: float = 0.0
-    refused_until_s: float = 0.0
-    reason: str = ""
-    """Why it could not be loaded, without the folders of this machine; "" where it could or was not
-    tried."""
-    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """The lock that loading and unloading hold."""
-
-    @property
-    def status(self) -> str:
-        if self.engine is not None:
-            return "loaded" if self.engine.is_ready else "restarting"
-        if self.changing.locked():
-            return "loading"
-        return "failed" if self.reason else "unloaded"
-
-    def not_loaded(self) -> EngineDeadError:
-        """The error of a request for a model that could not be loaded."""
-        return EngineDeadError(f"the model {self.name!r} could not be loaded: {self.reason}")
-
-
-class _Loader:
-    """One thread that launches engines, one after the other.
-
-    It lives as long as they do, because the system ends an engine's process with the thread that
-    started it. The end of the program does not wait for it, because a load may hang.
-    """
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[AsyncLLM], Callable[[], AsyncLLM]]] = (
-            queue.SimpleQueue()
-        )
-        threading.Thread(target=self._run, name="infer-load", daemon=True).start()
-
-    def submit(self, launch: Callable[[], AsyncLLM]) -> Future[AsyncLLM]:
-        """The future result of `launch`, which is called in the thread when its turn comes."""
-        future: Future[AsyncLLM] = Future()
-        self._queue.put((future, launch))
-        return future
-
-    def _run(self) -> None:
-        while True:
-            future, launch = self._queue.get()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(launch())
-                except BaseException as error:
-                    future.set_exception(error)
-            del future, launch
+MAX_LISTED = 20
+"""models that an error names"""
 
 
 class ModelRouter(RequestViews):
@@ -112,50 +52,61 @@ class ModelRouter(RequestViews):
 
     def __init__(
         self,
-        launches: Mapping[str, Callable[[], AsyncLLM]],
+        launches: Mapping[str, Launch],
         make_app: Callable[[AsyncLLM], Starlette],
         *,
         idle_unload_s: float | None = None,
         end_loads: Callable[[], None] = lambda: None,
         limits: ServerLimits = SERVER_LIMITS,
         unknown_model_statuses: Mapping[str, int] | None = None,
+        drain_timeout_s: float = ServerSettings.drain_timeout_s,
+        find: Find | None = None,
+        aliases: Mapping[str, str] | None = None,
+        fits: Fits | None = None,
+        waits: bool = True,
+        keep_alive_s: float = ServerSettings.keep_alive_s,
     ) -> None:
         """`launches` load the models by name, in a thread. `make_app` makes the app over an engine,
         without `RequestBoundary`. `end_loads` makes a launch that is running in another thread
         raise `LoadError`. `idle_unload_s` is the time after which an idle model is unloaded; None:
         never. `unknown_model_statuses` are the statuses of requests for an unknown model, by path;
-        404 where a path is not named."""
-        self._models = {name: _Model(name, launch) for name, launch in launches.items()}
-        self._settings: ServerSettings | None = None
-        """those that `apply` was given last"""
-        self._make_app = make_app
-        self._idle_unload_s = idle_unload_s
-        self._loader = _Loader()
-        self._end_loads = end_loads
+        404 where a path is not named. `drain_timeout_s`: seconds that the requests of a model have
+        which is unloaded by force. `find`: the launches of further models, which are there now.
+        `aliases`: names of models by other names of theirs. `fits`: whether a model fits beside
+        others; None: all do. `waits`: whether a request for a model that is not loaded waits until
+        it is, or else is refused. `keep_alive_s`: seconds of waiting after which a stream is sent a
+        comment; 0: never."""
+        self._models = LoadedModels(
+            launches,
+            make_app,
+            idle_unload_s=idle_unload_s,
+            end_loads=end_loads,
+            limits=limits,
+            find=find,
+            aliases=aliases,
+            fits=fits,
+        )
+        self._waits = waits
+        self._keep_alive_s = keep_alive_s
         self._unknown_model_statuses = unknown_model_statuses or {}
-        self._ending = asyncio.Event()
-        """Set when the server ends; from then on nothing is loaded."""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._limits = limits
+        self._drain_timeout_s = drain_timeout_s
         self._pool = Offload(limits)
         self._created = int(time.time())
-        self._draining = False
 
     # ---- what `serve.Server` uses of an engine
 
     @property
     def model_name(self) -> str:
         """The names of all models."""
-        return ", ".join(self._models)
+        return ", ".join(model.name for model in self._models.all())
 
     @property
     def announcement(self) -> tuple[str, str]:
         """The names of what is served, and what the start says of the others, with the reasons."""
-        failed = [
-            f"{model.name} ({model.reason})" for model in self._models.values() if model.reason
-        ]
-        served = ", ".join(model.name for model in self._models.values() if not model.reason)
-        return served, "".join(f"; not {each}" for each in failed)
+        models = self._models.all()
+        failed = [f"{model.name} ({model.reason})" for model in models if model.reason]
+        served = ", ".join(model.name for model in models if not model.reason)
+        return served or "no model yet", "".join(f"; not {each}" for each in failed)
 
     @property
     def num_open(self) -> int:
@@ -164,134 +115,33 @@ class ModelRouter(RequestViews):
 
     def drain(self) -> None:
         """Let running requests finish, and refuse new ones."""
-        self._draining = True
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._ending.set)
-        for engine in self.engines():
-            engine.drain()
+        self._models.drain()
 
     async def close(self) -> None:
         """End running requests with an error, then stop the engines."""
-        self._draining = True
-        self._ending.set()
-        await asyncio.to_thread(self._end_loads)
-        await asyncio.gather(*[engine.close() for engine in self.engines()])
+        await self._models.close()
 
     def engines(self) -> list[AsyncLLM]:
         """The engines that are loaded."""
-        return [model.engine for model in self._models.values() if model.engine is not None]
+        return self._models.engines()
 
     def apply(self, settings: ServerSettings) -> None:
         """Take the live settings, for the models that are loaded later too."""
-        self._settings = settings
-        for model in self._models.values():
-            if model.app is not None:
-                model.app.state.apply(settings)
-
-    # ---- loading and unloading
+        self._drain_timeout_s = settings.drain_timeout_s
+        self._keep_alive_s = settings.keep_alive_s
+        self._models.apply(settings)
 
     def load_all(self, note: Callable[[str, str], None] = lambda name, status: None) -> None:
-        """Load all models before the server starts. Raises `LoadError` if none can be loaded.
-        `note`: told the name and the status of each that has been tried."""
-        errors = []
-        for model in self._models.values():
-            try:
-                model.engine = self._loader.submit(model.launch).result()
-            except LoadError as error:
-                errors.append(error)
-                self._note_failure(model, error)
-            note(model.name, "loaded" if model.engine is not None else model.status)
-        if len(errors) == len(self._models):
-            raise errors[0]
-
-    def _note_failure(self, model: _Model, error: LoadError) -> None:
-        log.error("the model %r cannot be loaded: %s", model.name, error)
-        model.refused_until_s = time.monotonic() + self._limits.retry_load_s
-        model.reason = public_reason(error)
-
-    async def _app_of(self, model: _Model) -> Starlette:
-        model.used_s = time.monotonic()
-        if model.app is not None:
-            return model.app
-        async with model.changing:
-            if model.app is None:
-                await self._load(model)
-            model.used_s = time.monotonic()
-            assert model.app is not None
-            return model.app
-
-    async def _load(self, model: _Model) -> None:
-        if self._draining:
-            raise EngineDeadError("the server is shutting down")
-        if time.monotonic() < model.refused_until_s:
-            raise model.not_loaded()
-        loading = asyncio.wrap_future(self._loader.submit(model.launch))
-        ending = asyncio.create_task(self._ending.wait())
-        try:
-            await asyncio.wait((loading, ending), return_when=asyncio.FIRST_COMPLETED)
-            if not loading.done():
-                await asyncio.to_thread(self._end_loads)
-                raise EngineDeadError("the server is shutting down")
-            engine = loading.result()
-        except LoadError as error:
-            self._note_failure(model, error)
-            raise model.not_loaded() from None
-        finally:
-            ending.cancel()
-            if not loading.done():
-                loading.add_done_callback(_forget)
-        await self._begin(model, engine)
-
-    async def _begin(self, model: _Model, engine: AsyncLLM) -> None:
-        engine.model_name = model.name
-        # In a thread: an app renders the public prefixes with the model's chat template.
-        app = await asyncio.to_thread(self._make_app, engine)
-        await engine.start()
-        if self._draining:
-            await engine.close()
-        if self._settings is not None:
-            app.state.apply(self._settings)
-        model.engine, model.app = engine, app
-        model.reason = ""
-
-    async def _unload_idle(self, after_s: float) -> None:
-        while True:
-            await asyncio.sleep(min(1.0, after_s / 4))
-            now_s = time.monotonic()
-            for model in self._models.values():
-                engine = model.engine
-                if engine is None or model.changing.locked():
-                    continue
-                if engine.num_open:
-                    model.used_s = now_s
-                elif now_s - model.used_s >= after_s:
-                    async with model.changing:
-                        self._save_usage(model)
-                        model.engine = model.app = None
-                        await engine.close()
-                    log.info("the model %r is unloaded", model.name)
-
-    def _save_usage(self, model: _Model) -> None:
-        if model.app is not None:
-            model.app.state.metrics.save()
+        """Load all models before the server starts; see `LoadedModels.load_all`."""
+        self._models.load_all(note)
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        self._loop = asyncio.get_running_loop()
-        for model in self._models.values():
-            if model.engine is not None:
-                model.used_s = time.monotonic()
-                await self._begin(model, model.engine)
-        idle_s = self._idle_unload_s
-        unloading = None if idle_s is None else asyncio.create_task(self._unload_idle(idle_s))
+        await self._models.begin()
         try:
             yield
         finally:
-            if unloading is not None:
-                unloading.cancel()
-            await self.close()
-            for model in self._models.values():
-                self._save_usage(model)
+            await self._models.end()
             self._pool.close()
 
     # ---- answering
@@ -315,8 +165,8 @@ class ModelRouter(RequestViews):
 
         The metrics of its model count it, or those of the default model where it had none yet.
         """
-        model = self._models.get(context.model) or self._find(None)
-        if model.app is not None:
+        model = self._models.known(context.model) or next(iter(self._models.all()), None)
+        if model is not None and model.app is not None:
             model.app.state.metrics.seen(context)
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -325,28 +175,74 @@ class ModelRouter(RequestViews):
         if scope["method"] == "POST" and "content-type" in request.headers:
             scope[PARSED] = body = await self._pool.read_object(request)
             name = body.get("model", name)
-        model = self._find(name, self._unknown_model_statuses.get(request.url.path, 404))
+        model = await self._look_for(name, self._unknown_model_statuses.get(request.url.path, 404))
+        if PARSED in scope and "model" in scope[PARSED]:
+            scope[PARSED] = {**scope[PARSED], "model": model.name}  # an alias is known here only
         RequestContext.of(scope).model = model.name
-        app = await self._app_of(model)
-        await app(scope, receive, send)
+        if not (self._waits or model.is_at_hand or self._models.is_draining):
+            raise self._models.begin_load(model)
+        is_stream = scope.get(PARSED, {}).get("stream") is True
+        if is_stream and not model.is_at_hand and request.url.path in self._unknown_model_statuses:
+            await self._stream(model, request, send)
+            return
+        app = await self._models.app_of(model)
+        with model.in_use():
+            await app(scope, receive, send)
 
-    def _find(self, name: Any, unknown_status: int = 404) -> _Model:
-        if name is None:
-            return next(iter(self._models.values()))
+    async def _stream(self, model: HeldModel, request: Request, send: Send) -> None:
+        """Load the model, and answer; comments are sent meanwhile."""
+        context = RequestContext.of(request.scope)
+        is_anthropic = request.url.path.startswith("/v1/messages")
+        early = EarlyStream(send, context.id, is_anthropic=is_anthropic)
+        try:
+            app = await unless_gone(request.receive, self._loaded(model, early))
+        except InferError as error:
+            if not early.has_begun:
+                raise
+            response = describe(error)
+            await early.fail(response.status_code, bytes(response.body))
+            return
+        with model.in_use():
+            await app(request.scope, request.receive, early)
+
+    async def _loaded(self, model: HeldModel, early: EarlyStream) -> Starlette:
+        loading = self._models.loading(model)
+        while not loading.done():
+            await asyncio.wait((loading,), timeout=self._keep_alive_s or None)
+            if not loading.done():
+                await early.mention(f"the model {model.name} is being loaded")
+        return loading.result()
+
+    async def _look_for(self, name: Any, unknown_status: int = 404) -> HeldModel:
+        """As `_find`, but where a name is not known the folder of models is looked at again."""
+        is_known = isinstance(name, str) and self._models.known(name) is not None
+        if not is_known and (isinstance(name, str) or not self._models.all()):
+            await self._models.look()
+        return self._find(name, unknown_status)
+
+    def _find(self, name: Any, unknown_status: int = 404) -> HeldModel:
+        if name is None and (models := self._models.all()):
+            return models[0]
         if not isinstance(name, str) and unknown_status != 404:
             message = "model must be a string"
             raise HttpError(400, message, param="model", code="invalid_type")
-        if not isinstance(name, str) or name not in self._models:
-            message = f"there is no such model here; this server has {self.model_name}"
+        found = self._models.known(name) if isinstance(name, str) else None
+        if found is None:
+            message = f"there is no such model here; this server has {self._listed()}"
             raise HttpError(unknown_status, message, param="model", code="model_not_found")
-        return self._models[name]
+        return found
+
+    def _listed(self) -> str:
+        names = [model.name for model in self._models.all()]
+        more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+        return (", ".join(names[:MAX_LISTED]) or "none yet") + more
 
     # ---- as `RequestViews`
 
     def served(self, http: Request) -> dict[str, ServedEngine]:
         """The loaded ones. Raises `HttpError` (404) for an unknown model."""
         named = [self._find(name) for name in (model_of(http),) if name is not None]
-        models = named or self._models.values()
+        models = named or self._models.all()
         return {model.name: model.app.state.served for model in models if model.app is not None}
 
     def viewers(self, http: Request) -> EngineViewers:
@@ -361,21 +257,38 @@ class ModelRouter(RequestViews):
     async def stats(self, http: Request) -> dict[str, Any]:
         """Of each model, or of the one that is named."""
         stats = {name: each.metrics.stats() for name, each in self.served(http).items()}
-        return stats.get(model_of(http) or "", {"models": stats})
+        named = model_of(http)
+        name = "" if named is None else self._find(named).name
+        return stats.get(name, {"models": stats})
 
     async def models(self, http: Request) -> dict[str, Any]:
-        return model_list(list(map(self._shown, self._models.values())))
+        await self._models.look()
+        return model_list(list(map(self._shown, self._models.all())))
 
     async def model(self, http: Request) -> dict[str, Any]:
-        return self._shown(self._find(http.path_params["name"]))
+        return self._shown(await self._look_for(http.path_params["name"]))
 
-    def _shown(self, model: _Model) -> dict[str, Any]:
+    def _shown(self, model: HeldModel) -> dict[str, Any]:
         fields = model_fields(model.name, self._created, model.engine)
-        return {**fields, "status": model.status, "reason": model.reason or None}
+        aliases = self._models.aliases_of(model)
+        how = {"status": model.status, "reason": model.reason or None, "aliases": aliases}
+        return {**fields, **how}
+
+    async def load_model(self, http: Request, wire: LoadBody) -> dict[str, Any]:
+        model = await self._look_for(wire.model)
+        await self._models.load(model)
+        return self._shown(model)
+
+    async def unload_model(self, http: Request, wire: UnloadBody) -> dict[str, Any]:
+        model = self._find(wire.model)
+        await self._models.unload(model, wire.force, self._drain_timeout_s)
+        return self._shown(model)
 
     async def health(self, http: Request) -> dict[str, Any]:
         engines = self.engines()
-        if len(engines) == len(self._models) and not any(engine.is_live for engine in engines):
+        if len(engines) == len(self._models.all()) and not any(
+            engine.is_live for engine in engines
+        ):
             raise EngineDeadError("no engine is running")
         return {"status": "ok"}
 
@@ -383,21 +296,9 @@ class ModelRouter(RequestViews):
         """Ready as long as any model can answer: one that crashed must not keep requests from the
         others. /v1/models has the state of each model."""
         check_stays(http)
-        statuses = {model.name: model.status for model in self._models.values()}
-        if self._draining or not {"loaded", "unloaded"} & set(statuses.values()):
+        if not self._models.all():
+            await self._models.look()
+        statuses = {model.name: model.status for model in self._models.all()}
+        if self._models.is_draining or not {"loaded", "unloaded"} & set(statuses.values()):
             raise EngineDeadError("no model is ready")
         return {"status": "ready", "models": statuses}
-
-
-def public_reason(error: LoadError) -> str:
-    """The message of an error for callers: one line of at most 300 characters, in which paths have
-    their last part only."""
-    text = " ".join(str(error).split())
-    text = re.sub(r"[^\s'\"(]*[\\/](?=[^\s\\/])", "", text.replace("owner/name", "owner\0name"))
-    return text.replace("\0", "/")[:300]
-
-
-def _forget(loading: asyncio.Future[AsyncLLM]) -> None:
-    """Take the result of a load that nobody waits for, so that its error is not logged."""
-    if not loading.cancelled():
-        loading.exception()

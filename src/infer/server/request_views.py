@@ -37,6 +37,7 @@ from infer.server.observe.request_trace import (
 )
 from infer.server.openai.openapi import EVENTS, takes
 from infer.server.openai.response_answer import cancelled_response
+from infer.server.openai.schema import Body
 from infer.server.openai.streaming import STREAM_HEADERS, SourceStream
 from infer.server.sessions.store import RESPONSE
 from infer.server.tenancy.limits import tenant_of
@@ -53,6 +54,21 @@ def visible_to(http: HttpRequest) -> str | None:
 def model_of(http: HttpRequest) -> str | None:
     """The model whose engine is meant; None = all models, or the default one."""
     return http.query_params.get("model")
+
+
+class LoadBody(Body):
+    """`POST /v1/models/load`."""
+
+    model: str
+
+
+class UnloadBody(Body):
+    """`POST /v1/models/unload`."""
+
+    model: str
+    force: bool = False
+    """whether it is unloaded though requests run on it, which may finish within the time that those
+    of a server have at its end"""
 
 
 class ServedEngine(NamedTuple):
@@ -86,6 +102,16 @@ class RequestViews(ABC):
     @abstractmethod
     async def model(self, http: HttpRequest) -> Fields:
         """The model of this name."""
+
+    @takes(LoadBody)
+    @abstractmethod
+    async def load_model(self, http: HttpRequest, wire: LoadBody) -> Fields:
+        """Load a model; answered when it is loaded."""
+
+    @takes(UnloadBody, refuses=(409,))
+    @abstractmethod
+    async def unload_model(self, http: HttpRequest, wire: UnloadBody) -> Fields:
+        """Unload a model; the next request for it loads it again."""
 
     @takes(refuses=(404,))
     async def requests(self, http: HttpRequest) -> Fields:
@@ -242,10 +268,26 @@ class OneServer(RequestViews):
         return model_list([self._model()])
 
     async def model(self, http: HttpRequest) -> Fields:
-        if http.path_params["name"] != self._own.engine.model_name:
+        return self._of_name(http.path_params["name"])
+
+    def _of_name(self, name: str) -> Fields:
+        if name != self._own.engine.model_name:
             message = "there is no such model here"
             raise HttpError(404, message, param="model", code="model_not_found")
         return self._model()
+
+    async def load_model(self, http: HttpRequest, wire: LoadBody) -> Fields:
+        """It is loaded since the start."""
+        return self._of_name(wire.model)
+
+    async def unload_model(self, http: HttpRequest, wire: UnloadBody) -> Fields:
+        """Refused: nothing would load it again."""
+        self._of_name(wire.model)
+        message = (
+            "the only model of a server stays loaded; one that is served as --model"
+            " NAME=PATH-OR-HUB-ID can be unloaded"
+        )
+        raise HttpError(409, message, param="model", code="only_model")
 
     async def health(self, http: HttpRequest) -> Fields:
         if not self._own.engine.is_live:

@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from starlette.convertors import StringConvertor, register_url_convertor
+from starlette.convertors import PathConvertor, StringConvertor, register_url_convertor
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
 from infer.server.anthropic.messages_answer import MessagesApi
+from infer.server.http.error_responses import IGNORED
 from infer.server.model_endpoints import ModelEndpoints
 from infer.server.offload import Offload
 from infer.server.openai.chat import ChatApi
@@ -24,8 +25,10 @@ from infer.server.openai.completions import CompletionsApi
 from infer.server.openai.generating_api import GeneratingApi
 from infer.server.openai.large_json import json_response
 from infer.server.openai.responses import ResponsesApi
+from infer.server.openai.schema_base import Wire, read
 from infer.server.openai.typed_completions import TypedCompletionsApi
 from infer.server.request_views import RequestViews
+from infer.server.served_models import MODEL_ACTIONS
 from infer.server.sessions.routes import SessionRoutes
 from infer.server.sessions.stored_responses import StoredResponses
 from infer.server.settings import ServerSettings
@@ -37,7 +40,14 @@ class _ResponseName(StringConvertor):
     regex = "(?!input_tokens$)[^/]+"
 
 
+class _ModelName(PathConvertor):
+    """What may be the name of a model in a path."""
+
+    regex = f"(?!(?:{'|'.join(MODEL_ACTIONS)})$).*"
+
+
 register_url_convertor("response", _ResponseName())
+register_url_convertor("model", _ModelName())
 Endpoint = Callable[[HttpRequest], Awaitable[Response]]
 Row = tuple[str, str, Callable[..., Awaitable[Any]]]
 
@@ -63,7 +73,9 @@ ROUTES: tuple[Row, ...] = (
     ("POST", "/detokenize", ModelEndpoints.detokenize),
     ("GET", "/tokenizer_info", ModelEndpoints.tokenizer_info),
     ("GET", "/v1/models", RequestViews.models),
-    ("GET", "/v1/models/{name:path}", RequestViews.model),
+    ("POST", "/v1/models/load", RequestViews.load_model),
+    ("POST", "/v1/models/unload", RequestViews.unload_model),
+    ("GET", "/v1/models/{name:model}", RequestViews.model),
     ("GET", "/v1/requests", RequestViews.requests),
     ("GET", "/v1/requests/{id}", RequestViews.request),
     ("DELETE", "/v1/requests/{id}", RequestViews.cancel),
@@ -111,17 +123,25 @@ def routes_of(
 
 
 def _json(views: RequestViews, answer: Callable[..., Any], offload: Offload) -> Endpoint:
-    """What the views answer, as JSON."""
+    """What the views answer, as JSON; they are handed the body that they take."""
+    bodies, *_ = getattr(answer, "described", ((),))
 
     @wraps(answer)
     async def endpoint(http: HttpRequest) -> Response:
-        fields = await getattr(views, answer.__name__)(http)
+        wires = [await _read(http, each, offload) for each in bodies]
+        fields = await getattr(views, answer.__name__)(http, *wires)
         if isinstance(fields, Response):
             return fields
         num_bytes = _BYTES_AN_ENTRY * len(fields.get("data", fields.get("keys", ())))
         return await offload.render(http, num_bytes, json_response, fields)
 
     return endpoint
+
+
+async def _read(http: HttpRequest, body: type[Wire], offload: Offload) -> Wire:
+    """The body of a request. Raises 400, 408, 413, 415 and 422."""
+    sent = await offload.read_object(http)
+    return await offload.run(http, read, body, sent, http.scope[IGNORED])
 
 
 def generating_apis(settings: ServerSettings) -> tuple[GeneratingApi[Any], ...]:

@@ -47,6 +47,8 @@ from infer.server.early_listener import EarlyListener, listening
 from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
 from infer.server.http.tls_connection import accept_tls
+from infer.server.models_folder import ModelsFolder, launches_in
+from infer.server.models_memory import ModelsMemory
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import log_on_stderr, log_request
 from infer.server.observe.spans import check_packages
@@ -55,7 +57,7 @@ from infer.server.reload import ReadAgain, Reload
 from infer.server.request_views import RequestViews
 from infer.server.route_table import unknown_model_statuses
 from infer.server.screen import Screen, Served
-from infer.server.served_models import names_of
+from infer.server.served_models import Presets, names_of
 from infer.server.service_manager import ServiceManager
 from infer.server.sessions import NO_SESSIONS
 from infer.server.sessions.store import SessionStore
@@ -369,6 +371,7 @@ def serve_config(
     read_again: ReadAgain | None = None,
     hangup: Hangup | None = None,
     screen: Screen | None = None,
+    presets: Presets = Presets(),  # noqa: B008
 ) -> None:
     """Bind the address, start the engine and serve. Raises `LoadError` where one of them fails.
 
@@ -376,7 +379,7 @@ def serve_config(
     engine runs in this process, which ends with it; that is for comparisons. `early`: the process
     of the first engine, where it has been started before. `listener`: what answers at the address
     until the server does, where that has been started before. `read_again`, `hangup`, `screen`: see
-    `Server`.
+    `Server`. `presets`: of the models in the folder of models, and aliases.
     """
     _check_combination(
         settings, has_names=not isinstance(config, EngineConfig), in_thread=in_thread
@@ -412,7 +415,7 @@ def serve_config(
         if isinstance(config, EngineConfig):
             engine = launch(_with_seed(config))
         else:
-            engine = _router(config, launch, settings, loads, listener)
+            engine = _router(config, launch, settings, loads, listener, presets)
         run(engine, listener.sock, settings, listener, page, read_again, hangup, screen)
 
 
@@ -422,9 +425,20 @@ def _router(
     settings: ServerSettings,
     loads: Loads,
     listener: EarlyListener,
+    presets: Presets,
 ) -> ModelRouter:
     """Several models, which are loaded from now on or when they are used."""
     launches = {name: functools.partial(launch, _with_seed(each)) for name, each in configs.items()}
+    find = folder = None
+    if settings.models_dir is not None:
+        folder = ModelsFolder(Path(settings.models_dir))
+        find = functools.partial(launches_in, folder, lambda it: launch(_with_seed(it)), presets)
+
+    def path_of(name: str) -> Path:
+        if name in configs or folder is None:
+            return Path(configs[name].model or "").expanduser()
+        return folder.path_of(name)
+
     router = ModelRouter(
         launches,
         functools.partial(create_app, settings=settings, is_inner=True),
@@ -432,6 +446,12 @@ def _router(
         end_loads=loads.end,
         limits=settings.limits,
         unknown_model_statuses=unknown_model_statuses(settings),
+        drain_timeout_s=settings.drain_timeout_s,
+        find=find,
+        aliases=presets.aliases,
+        fits=ModelsMemory(path_of, settings.models_memory_bytes).fits,
+        waits=settings.when_not_loaded == "wait",
+        keep_alive_s=settings.keep_alive_s,
     )
     if not settings.load_on_first_use:
         router.load_all(listener.answers.note)
@@ -439,7 +459,7 @@ def _router(
 
 
 def _check_combination(settings: ServerSettings, *, has_names: bool, in_thread: bool) -> None:
-    for field in ("load_on_first_use", "idle_unload_s"):
+    for field in ("load_on_first_use", "idle_unload_s", "models_memory_bytes"):
         if not has_names and getattr(settings, field):
             raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
     if in_thread and settings.replicas > 1:

@@ -16,6 +16,7 @@ from infer.config import (
     DEFAULT_PORT,
     MAX_REPLICAS,
     NonNegativeInt,
+    PositiveInt,
     at_least,
     check_fields,
     option,
@@ -101,11 +102,26 @@ class ServerSettings:
         "What happens to unknown fields of a body: ignore = they are left out and named in the"
         " answer's X-Ignored-Params; refuse = 422.",
     )
+    models_dir: str | None = option(
+        None,
+        "Folder whose checkpoints (folders and GGUF files) are models by their names, loaded when"
+        " they are first asked for; what is added later, too.",
+    )
     load_on_first_use: bool = option(
         False, "With several models: load each when it is first asked for, not at the start."
     )
     idle_unload_s: Annotated[float, at_least(0.1)] | None = option(
         None, "With several models: seconds after which an unused one is unloaded."
+    )
+    models_memory_bytes: PositiveInt | None = option(
+        None,
+        "With several models: most bytes of the weights of all that are loaded; default: what main"
+        " memory leaves. For another one, those that were idle for longest are unloaded.",
+    )
+    when_not_loaded: Literal["wait", "refuse"] = option(
+        "wait",
+        "With several models, a request for one that is not loaded: wait = it waits until that is;"
+        " refuse = 503 and Retry-After, while it is loaded.",
     )
     keep_alive_s: Annotated[float, at_least(0)] = option(
         15.0, "Seconds after which a silent stream is sent a comment; 0 = never.", is_live=True

@@ -32,7 +32,9 @@ OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 """paths that need no key"""
 WATCH_S = 0.25
 """interval in seconds at which the file of keys is checked while requests are open"""
-ADMIN_PATHS = frozenset({"/metrics", "/stats", "/v1/engine/comparisons"})
+ADMIN_PATHS = frozenset(
+    {"/metrics", "/stats", "/v1/engine/comparisons", "/v1/models/load", "/v1/models/unload"}
+)
 """paths that need a key with the right `admin`"""
 CHARS_A_TOKEN = 4
 """characters per token at which text other than prompts is charged"""
