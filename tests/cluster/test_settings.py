@@ -9,7 +9,12 @@ import pytest
 
 import infer.cluster
 from infer.cli.cluster_file import write_yaml
-from infer.cluster.cluster_settings import AllSettings, ClusterSettings, engine_settings
+from infer.cluster.cluster_settings import (
+    AllSettings,
+    ClusterSettings,
+    engine_settings,
+    open_requests,
+)
 from infer.cluster.front_identity import new_front_name, seed_of_front
 from infer.cluster.ray_version import check_version, warn_without_haproxy
 from infer.cluster.scaling import engines_wanted
@@ -166,3 +171,9 @@ def test_the_file_for_serve_deploy_has_what_was_given(capsys: pytest.CaptureFixt
 def test_a_file_that_could_not_be_served_is_not_written(pair: str) -> None:
     with pytest.raises(ConfigError):
         write_yaml([pair], "infer", "127.0.0.1", 8000)
+
+
+@pytest.mark.parametrize(("said", "count"), [({}, 10_000), ({"max_connections": "50000"}, 50_000)])
+def test_a_front_may_have_as_many_requests_as_connections(said: dict[str, str], count: int) -> None:
+    settings = AllSettings.of({"insecure": "true", **said})
+    assert open_requests(settings.server) == count

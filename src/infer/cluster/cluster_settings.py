@@ -30,6 +30,8 @@ C = TypeVar("C")
 
 MAX_ENGINES = 4096
 """maximum of the engines of a cluster"""
+OPEN_REQUESTS = 10_000
+"""requests that Ray lets a replica have, at least; our own limits are below it"""
 NOT_IN_A_CLUSTER = {
     "uds": "Ray Serve decides where it listens",
     "ssl_certfile": "Ray Serve speaks plain HTTP; end TLS in front of it",
@@ -168,6 +170,13 @@ def engine_settings(config: EngineConfig, cluster: ClusterSettings) -> dict[str,
     if settings["num_threads"] is None and not cluster.gpus:
         settings["num_threads"] = cluster.cpus
     return settings
+
+
+def open_requests(server: ServerSettings) -> int:
+    """Requests that Ray lets a front have. Connections end at Ray's proxies, so `max_connections`
+    can only be more of them: requests beyond it would wait there without an answer, and those
+    beyond the limits of a front get 503."""
+    return max(OPEN_REQUESTS, server.max_connections)
 
 
 def _value(spec: Setting, value: Any) -> Any:

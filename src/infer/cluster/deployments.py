@@ -26,7 +26,13 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.exceptions import RayServeException
 
-from infer.cluster.cluster_settings import AllSettings, ClusterSettings, engine_settings
+from infer.cluster.cluster_settings import (
+    OPEN_REQUESTS,
+    AllSettings,
+    ClusterSettings,
+    engine_settings,
+    open_requests,
+)
 from infer.cluster.front_identity import new_front_name, seed_of_front
 from infer.cluster.front_relay import RelayedPeers
 from infer.cluster.ordered_stream import CommandOrder, link_items
@@ -55,8 +61,6 @@ from infer.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 FACTORY = "infer.engine.build.assemble:prepare_process"
-OPEN_REQUESTS = 10_000
-"""requests that Ray lets a replica have; our own limits are below it"""
 BACKPRESSURE = 256
 """items of a link that may wait at a front before its engine keeps them in its own queue"""
 HEALTH_S = 2.0
@@ -470,7 +474,7 @@ def application(arguments: dict[str, Any]) -> Any:
         name="Engine",
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=[bundle],
-        max_ongoing_requests=OPEN_REQUESTS,
+        max_ongoing_requests=OPEN_REQUESTS,  # items do not pass through it
         graceful_shutdown_timeout_s=cluster.drain_timeout_s + 10,
         graceful_shutdown_wait_loop_s=ASKED_S,
         health_check_period_s=HEALTH_S,
@@ -482,7 +486,7 @@ def application(arguments: dict[str, Any]) -> Any:
         name="Front",
         num_replicas=cluster.fronts,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": FRONT_VARIABLES}},
-        max_ongoing_requests=OPEN_REQUESTS,
+        max_ongoing_requests=open_requests(settings.server),
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s + 5,
     )
     return fronts.bind(plain, engines.bind(plain))
