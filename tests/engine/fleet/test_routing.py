@@ -9,6 +9,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -276,7 +277,7 @@ def test_the_sum_of_what_is_left_follows_every_step() -> None:
     world.on_end = lambda output: check()
     for i in range(120):
         prompt = [dice.randrange(3)] * dice.randrange(1, 140)
-        world.at(i * 0.01, lambda i=i, prompt=prompt: world.add(ask(f"r{i}", prompt)))
+        world.at(i * 0.01, partial(world.add, ask(f"r{i}", prompt)))
     world.run()
     check()
     assert num_checked > 3, "no request was ever in the midst of its prompt"
