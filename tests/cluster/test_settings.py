@@ -9,7 +9,14 @@ import pytest
 
 import infer.cluster
 from infer.cli.cluster_file import write_yaml
-from infer.cluster.cluster_settings import AllSettings, ClusterSettings, engine_settings
+from infer.cluster.cluster_settings import (
+    AllSettings,
+    ClusterSettings,
+    engine_settings,
+    open_requests,
+    resources_of,
+    why_too_many,
+)
 from infer.cluster.front_identity import new_front_name, seed_of_front
 from infer.cluster.ray_version import check_version, warn_without_haproxy
 from infer.cluster.scaling import engines_wanted
@@ -42,6 +49,8 @@ def test_strings_become_what_the_settings_are() -> None:
         ({"replicas": "many"}, "replicas", "such as 2"),
         ({"fronts": "two"}, "fronts", "integer"),
         ({"fronts": "0"}, "fronts", "at least 1"),
+        ({"memory_gib": "-1"}, "memory_gib", "at least 0"),
+        ({"accelerator": "H100"}, "accelerator", "give gpus=1"),
         ({"ui": "perhaps"}, "ui", "true or false"),
         ({"routing": "random"}, "routing", "prefix, least, round-robin"),
         ({"uds": "/tmp/x"}, "uds", "Ray Serve decides"),
@@ -166,3 +175,24 @@ def test_the_file_for_serve_deploy_has_what_was_given(capsys: pytest.CaptureFixt
 def test_a_file_that_could_not_be_served_is_not_written(pair: str) -> None:
     with pytest.raises(ConfigError):
         write_yaml([pair], "infer", "127.0.0.1", 8000)
+
+
+@pytest.mark.parametrize(("said", "count"), [({}, 10_000), ({"max_connections": "50000"}, 50_000)])
+def test_a_front_may_have_as_many_requests_as_connections(said: dict[str, str], count: int) -> None:
+    settings = AllSettings.of({"insecure": "true", **said})
+    assert open_requests(settings.server) == count
+
+
+def test_memory_and_accelerators_are_reserved_and_counted() -> None:
+    cluster = ClusterSettings(cpus=4, gpus=1, memory_gib=10, accelerator="H100")
+    kind = "accelerator_type:H100"
+    assert resources_of(cluster) == {"CPU": 4, "GPU": 1, "memory": 10 * 2**30, kind: 0.001}
+    assert resources_of(ClusterSettings()) == {"CPU": 1}
+    one = {"CPU": 64.0, "GPU": 8.0, "memory": 25 * 2.0**30, kind: 1.0}
+    other = {**one, "accelerator_type:A100": 1.0}
+    del other[kind]
+    assert why_too_many(cluster, [one, other], 2) == ""
+    assert why_too_many(cluster, [one, other], 3) == (
+        "3 engines with cpus=4, gpus=1, memory_gib=10, accelerator=H100 do not fit the 2 machines"
+        " of this cluster; 2 do"
+    )

@@ -12,6 +12,7 @@ import resource
 import socket
 import threading
 import time
+import urllib.request
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,9 @@ def test_who_gives_way() -> None:
     ("limit", "used", "places"),
     [(1024, 30, 1024 - 46 - 72), (4096, 30, 1024), (96, 20, 40), (64, 20, 16), (48, 20, None)],
 )
-def test_places_fit_into_the_descriptors(limit: int, used: int, places: int | None) -> None:
+def test_places_fit_into_the_descriptors(
+    limit: int, used: int, places: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
     class Few(Descriptors):
         def num_open(self) -> int:
             return used
@@ -137,6 +140,30 @@ def test_places_fit_into_the_descriptors(limit: int, used: int, places: int | No
     assert limits.places == places
     open_at_most = limits.places + limits.probe_places + 4 * limits.accepted_at_once
     assert used + open_at_most < limit
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == (places < 1024)
+    for text in said:  # what there is, what was asked for, and what it takes
+        assert text.startswith(f"{places} connections at most, and not 1024 (--max-connections)")
+        assert f"and {used + 16 + 1024 + 72} are needed" in text
+
+
+@pytest.mark.parametrize("count", [3, 0, 1_000_001])
+def test_a_number_of_connections_out_of_range_is_refused(count: int) -> None:
+    with pytest.raises(ConfigError, match="max_connections"):
+        ServerSettings(max_connections=count)
+
+
+def test_the_number_of_connections_is_a_setting() -> None:
+    """More than that get 503, and those that are open go on."""
+    with live(make_hash_llm(), max_connections=5) as url, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(connect(url)) for _ in range(5)]
+        for sock in held:
+            sock.sendall(HEAD.encode() + b"content-length: 9\r\n\r\n{")
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:  # a place for probes
+            assert reply.status == 200
+        with connect(url) as another:
+            another.sendall(HEAD.encode() + b"content-length: 2\r\n\r\n{}")
+            assert read_answer(another)[0] == 503
 
 
 def test_a_handshake_gives_way_before_a_connection_that_has_finished_it() -> None:
@@ -176,7 +203,8 @@ def counted_in(text: str, name: str) -> dict[str, float]:
     return {row[0].removeprefix(f"infer:{name}"): float(row[2]) for row in rows}
 
 
-FEW = ServerLimits(max_connections=12, probe_connections=4, header_timeout_s=2.0)
+NUM_PLACES = 12
+FEW = ServerLimits(probe_connections=4, header_timeout_s=2.0)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -186,7 +214,10 @@ def test_what_sends_nothing_takes_no_place_from_others(
     """Each is counted when it is accepted, closed for others that need its place, and closed in any
     case after `header_timeout_s`."""
     settings = settings_of(transport, tmp_path)
-    with live(make_hash_llm(), limits=FEW, **settings) as url, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(
+            live(make_hash_llm(), limits=FEW, max_connections=NUM_PLACES, **settings)
+        )
 
         def ask(path: bytes) -> str:
             """The answer; "" while there is none because all places are taken."""
@@ -196,7 +227,7 @@ def test_what_sends_nothing_takes_no_place_from_others(
                 return body.decode() if status == 200 else ""
             return ""
 
-        flood(url, 5 * FEW.max_connections, stack)
+        flood(url, 5 * NUM_PLACES, stack)
         until(lambda: bool(ask(b"/health")), 20)
         text = ""
 
@@ -206,11 +237,11 @@ def test_what_sends_nothing_takes_no_place_from_others(
             return bool(text)
 
         until(has_metrics, 20)
-        most = FEW.max_connections + FEW.probe_connections
+        most = NUM_PLACES + FEW.probe_connections
         assert 4 <= counted_in(text, "open_connections")[""] <= most
         gave_way = counted_in(text, "connections_gave_way_total")[""]
         refused = counted_in(text, "protocol_refusals_total")
-        assert gave_way + sum(refused.values()) >= 5 * FEW.max_connections // 2
+        assert gave_way + sum(refused.values()) >= 5 * NUM_PLACES // 2
         # What is left of the flood has its deadline.
         late = "handshake_timeout" if transport == "tls" else "header_timeout"
         stack.enter_context(reach(url))

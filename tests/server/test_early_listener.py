@@ -361,12 +361,12 @@ def _children(pid: int) -> list[int]:
     ]
 
 
-SMALL = ServerLimits(header_timeout_s=0.2, max_connections=8, probe_connections=2)
+SMALL = ServerLimits(header_timeout_s=0.2, probe_connections=2)
 
 
 def test_times_and_places_are_bounded() -> None:
     """Heads have a time and a size; without a place a silent connection gives way."""
-    with loading(limits=SMALL) as (_, url):
+    with loading(limits=SMALL, max_connections=8) as (_, url):
         with connect(url) as slow:
             slow.sendall(READY[:10])
             status, body = read_answer(slow)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import threading
@@ -66,6 +67,28 @@ def test_twenty_who_create_and_revoke_at_once_lose_nothing(file: Path) -> None:
         found = keys.find(token)
         assert found is not None
         assert found.name == name
+
+
+def test_a_request_costs_the_same_with_many_keys(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[Any] = []
+
+    def compare(*both: Any) -> bool:
+        compared.append(both)
+        return both[0] == both[1]
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    tokens = [
+        Keys(file, must_exist=False).create(f"key {i}", KeyLimits(max_concurrent=1 + i))
+        for i in range(5)
+    ]
+    keys = Keys(file)
+    assert keys.ids == {key.id for key in keys.all()}
+    names = [found and found.name for found in map(keys.find, tokens)]
+    assert names == [f"key {i}" for i in range(5)]
+    assert keys.find("sk-another") is None
+    assert not compared, "a secret is compared with one key after the other"
 
 
 def test_a_lock_that_is_never_given_back_is_waited_for_so_long(file: Path) -> None:

@@ -46,16 +46,17 @@ def check(reply: bytes, status: int, code: str) -> None:
 
 def test_too_many_connections() -> None:
     """Connections that are in use stay; new ones get 503, except health probes."""
-    limits = ServerLimits(max_connections=3, probe_connections=2)
-    with live(make_hash_llm(), limits=limits) as url, contextlib.ExitStack() as stack:
-        held = [stack.enter_context(connect(url)) for _ in range(3)]
+    limits = ServerLimits(probe_connections=2)
+    few = live(make_hash_llm(), limits=limits, max_connections=4)
+    with few as url, contextlib.ExitStack() as stack:
+        held = [stack.enter_context(connect(url)) for _ in range(4)]
         for sock in held:
             sock.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\n".encode())
             sock.sendall(b"content-type: application/json\r\ncontent-length: 9\r\n\r\n{")
         time.sleep(0.2)
-        with connect(url) as fourth:
-            post(fourth, completion_body())
-            check(read_all(fourth), 503, "overloaded")
+        with connect(url) as another:
+            post(another, completion_body())
+            check(read_all(another), 503, "overloaded")
         assert urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
         with connect(url) as first, connect(url) as second, connect(url) as third:
             # Two connections that have sent nothing may stay, so a third one may not.

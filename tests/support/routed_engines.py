@@ -51,12 +51,12 @@ class RoutedEngines:
         self.first_token_s: dict[str, float] = {}
         """seconds until the first token of each request"""
         self._waiting_since_s: dict[str, float] = {}
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._num_events = 0
         for engine in self.engines:
             self._obey(engine)
 
-    def at(self, time_s: float, call: Callable[[], None]) -> None:
+    def at(self, time_s: float, call: Callable[[], object]) -> None:
         """Call something at a time."""
         self._num_events += 1
         heapq.heappush(self._events, (time_s, self._num_events, call))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -30,6 +30,8 @@ C = TypeVar("C")
 
 MAX_ENGINES = 4096
 """maximum of the engines of a cluster"""
+OPEN_REQUESTS = 10_000
+"""requests that Ray lets a replica have, at least; our own limits are below it"""
 NOT_IN_A_CLUSTER = {
     "uds": "Ray Serve decides where it listens",
     "ssl_certfile": "Ray Serve speaks plain HTTP; end TLS in front of it",
@@ -54,6 +56,14 @@ class ClusterSettings:
     fronts: PositiveInt = option(1, "Processes that answer HTTP; any of them may die.")
     cpus: PositiveInt = option(1, "Cores of each engine.")
     gpus: Annotated[float, at_least(0.0)] = option(0.0, "GPUs of each engine.")
+    memory_gib: Annotated[float, at_least(0.0)] = option(
+        0.0,
+        "GiB of main memory that Ray keeps for each engine, so that machines get no more engines"
+        " than fit; 0 = Ray does not count it.",
+    )
+    accelerator: str | None = option(
+        None, "Only machines with this kind of accelerator, as Ray names it (H100); needs gpus."
+    )
     drain_timeout_s: Annotated[float, at_least(0)] = option(
         30.0, "Seconds that requests have to finish where an engine ends; the rest moves."
     )
@@ -73,6 +83,8 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         check_fields(self)
         _ = self.range
+        if self.accelerator and not self.gpus:
+            raise ConfigError("accelerator", "is of no use without gpus: give gpus=1")
 
     @property
     def range(self) -> tuple[int, int]:
@@ -168,6 +180,50 @@ def engine_settings(config: EngineConfig, cluster: ClusterSettings) -> dict[str,
     if settings["num_threads"] is None and not cluster.gpus:
         settings["num_threads"] = cluster.cpus
     return settings
+
+
+def resources_of(cluster: ClusterSettings) -> dict[str, float]:
+    """What Ray reserves for an engine, by Ray's names."""
+    found = {"CPU": float(cluster.cpus)}
+    if cluster.gpus:
+        found["GPU"] = cluster.gpus
+    if cluster.memory_gib:
+        found["memory"] = float(int(cluster.memory_gib * 2**30))
+    if cluster.accelerator:  # Ray has one on each machine of the kind, for selection only
+        found[f"accelerator_type:{cluster.accelerator}"] = 0.001
+    return found
+
+
+def num_fitting(cluster: ClusterSettings, machines: Sequence[Mapping[str, float]]) -> int:
+    """How many engines machines with these resources have room for."""
+    wanted = resources_of(cluster)
+    return sum(
+        min(int(machine.get(name, 0) // count) for name, count in wanted.items())
+        for machine in machines
+    )
+
+
+def why_too_many(
+    cluster: ClusterSettings, machines: Sequence[Mapping[str, float]], count: int
+) -> str:
+    """Why machines with these resources have no room for so many engines; "" if they have it."""
+    fitting = num_fitting(cluster, machines)
+    if fitting >= count:
+        return ""
+    each = f"cpus={cluster.cpus}" + (f", gpus={cluster.gpus:g}" if cluster.gpus else "")
+    each += f", memory_gib={cluster.memory_gib:g}" if cluster.memory_gib else ""
+    each += f", accelerator={cluster.accelerator}" if cluster.accelerator else ""
+    return (
+        f"{count} engines with {each} do not fit the {len(machines)} machines of this cluster;"
+        f" {fitting} do"
+    )
+
+
+def open_requests(server: ServerSettings) -> int:
+    """Requests that Ray lets a front have. Connections end at Ray's proxies, so `max_connections`
+    can only be more of them: requests beyond it would wait there without an answer, and those
+    beyond the limits of a front get 503."""
+    return max(OPEN_REQUESTS, server.max_connections)
 
 
 def _value(spec: Setting, value: Any) -> Any:

@@ -26,7 +26,14 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 from ray.serve.exceptions import RayServeException
 
-from infer.cluster.cluster_settings import AllSettings, ClusterSettings, engine_settings
+from infer.cluster.cluster_settings import (
+    OPEN_REQUESTS,
+    AllSettings,
+    engine_settings,
+    open_requests,
+    resources_of,
+    why_too_many,
+)
 from infer.cluster.front_identity import new_front_name, seed_of_front
 from infer.cluster.front_relay import RelayedPeers
 from infer.cluster.ordered_stream import CommandOrder, link_items
@@ -55,8 +62,6 @@ from infer.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 FACTORY = "infer.engine.build.assemble:prepare_process"
-OPEN_REQUESTS = 10_000
-"""requests that Ray lets a replica have; our own limits are below it"""
 BACKPRESSURE = 256
 """items of a link that may wait at a front before its engine keeps them in its own queue"""
 HEALTH_S = 2.0
@@ -77,6 +82,8 @@ DISCOVERY_TIMEOUT_S = 2.5
 """seconds that a round may take"""
 CLOCK_TIMEOUT_S = 5.0
 """seconds that an engine's actor has to tell its time"""
+NO_USAGE_STATISTICS = ("RAY_USAGE_STATS_ENABLED", "0")
+"""Ray else reports to its makers how it is used"""
 FRONT_VARIABLES = {"RAY_timeout_ms_task_wait_for_death_info": "0"}
 """environment of fronts: Ray else waits for a second before it says that an actor has died"""
 
@@ -329,7 +336,8 @@ class Front:
     def __init__(self, plain: dict[str, Any], engines: Any) -> None:
         self._settings = AllSettings.from_plain(plain)
         _check_token(self._settings)  # `serve run` builds the application before Ray is started
-        if message := _why_too_many(self._settings):
+        cluster = self._settings.cluster
+        if message := why_too_many(cluster, _machines(), cluster.range[0]):
             log.warning("replicas: %s", message)  # perhaps a machine has just died
         self._engines = engines
         self._name = new_front_name()
@@ -441,14 +449,18 @@ def application(arguments: dict[str, Any]) -> Any:
     """The application of Ray Serve. Raises `ConfigError`."""
     check_version(ray.__version__)
     settings = AllSettings.of(arguments)
+    os.environ.setdefault(*NO_USAGE_STATISTICS)  # of a Ray that `serve run` starts after this
     warn_without_haproxy(os.environ)
     if ray.is_initialized():
         _check_token(settings)
-        if message := _why_too_many(settings):
+        machines, (low, high) = _machines(), settings.cluster.range
+        if message := why_too_many(settings.cluster, machines, low):
             raise ConfigError("replicas", message)
+        if message := why_too_many(settings.cluster, machines, high):
+            log.warning("replicas: %s, until it has more machines", message)
     cluster, plain = settings.cluster, settings.to_plain()
     low, high = cluster.range
-    bundle = _resources(cluster)
+    bundle = resources_of(cluster)
     how: dict[str, Any] = {"num_replicas": low}
     if low < high:
         policy = AutoscalingPolicy(
@@ -470,7 +482,7 @@ def application(arguments: dict[str, Any]) -> Any:
         name="Engine",
         ray_actor_options={"num_cpus": 0},
         placement_group_bundles=[bundle],
-        max_ongoing_requests=OPEN_REQUESTS,
+        max_ongoing_requests=OPEN_REQUESTS,  # items do not pass through it
         graceful_shutdown_timeout_s=cluster.drain_timeout_s + 10,
         graceful_shutdown_wait_loop_s=ASKED_S,
         health_check_period_s=HEALTH_S,
@@ -482,7 +494,7 @@ def application(arguments: dict[str, Any]) -> Any:
         name="Front",
         num_replicas=cluster.fronts,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": FRONT_VARIABLES}},
-        max_ongoing_requests=OPEN_REQUESTS,
+        max_ongoing_requests=open_requests(settings.server),
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s + 5,
     )
     return fronts.bind(plain, engines.bind(plain))
@@ -515,27 +527,9 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _resources(cluster: ClusterSettings) -> dict[str, float]:
-    """What Ray reserves for an engine."""
-    return {"CPU": float(cluster.cpus)} | ({"GPU": cluster.gpus} if cluster.gpus else {})
-
-
-def _why_too_many(settings: AllSettings) -> str:
-    """Why the machines of the Ray cluster have no room for the engines; "" if they have it."""
-    cluster = settings.cluster
-    wanted = _resources(cluster)
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fitting = sum(
-        min(int(machine.get(name, 0) // count) for name, count in wanted.items())
-        for machine in machines
-    )
-    if fitting >= cluster.range[0]:
-        return ""
-    each = f"cpus={cluster.cpus}" + (f" and gpus={cluster.gpus:g}" if cluster.gpus else "")
-    return (
-        f"{cluster.range[0]} engines with {each} do not fit the {len(machines)} machines of this"
-        f" cluster; {fitting} do"
-    )
+def _machines() -> list[dict[str, float]]:
+    """Resources of each machine of the Ray cluster."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
 def _has_token() -> bool:

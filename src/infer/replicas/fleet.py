@@ -220,6 +220,7 @@ class Fleet:
             generation = self._journal.drop(request_id)
             if isinstance(generation, _Generation):
                 generation.load.remove(request_id)
+                self._router.dropped(generation.load, request_id)
                 generation.slot.replica.abort(request_id, generation.number, reason)
                 self._dispatch()
 

@@ -46,6 +46,8 @@ class RequestJournal:
         self._entries: dict[str, _Entry] = {}
         self._unassigned: dict[str, _Entry] = {}
         """the entries without a holder, in order of arrival"""
+        self._held: dict[int, dict[str, _Entry]] = {}
+        """`id` of each holder → its entries, so that a death costs what it had"""
         self._num_added = 0
 
     def __len__(self) -> int:
@@ -65,14 +67,29 @@ class RequestJournal:
     def drop(self, request_id: str) -> object:
         """Forget a request that nobody waits for; returns its holder. Unknown ids are ignored."""
         entry = self._entries.pop(request_id, None)
-        self._unassigned.pop(request_id, None)
-        return None if entry is None else entry.holder
+        if entry is None:
+            return None
+        held = self._of(entry.holder)
+        held.pop(request_id, None)
+        if not held:
+            self._held.pop(id(entry.holder), None)
+        return entry.holder
+
+    def _of(self, holder: object) -> dict[str, _Entry]:
+        """The entries of a holder; those without one for None."""
+        return self._unassigned if holder is None else self._held.get(id(holder), {})
 
     def unassigned(self) -> Iterator[Request]:
         """The requests that wait for an engine, with their tokens so far, in order of arrival. The
         caller may assign and end each of them."""
-        for entry in list(self._unassigned.values()):
-            yield entry.resumed()
+        # A step of any engine asks for the first of those that wait, however many there are.
+        while (first := next(iter(self._unassigned.values()), None)) is not None:
+            yield first.resumed()
+            if first.request.request_id in self._unassigned:
+                break  # left where it is
+        for entry in list(self._unassigned.values())[1:]:
+            if entry.request.request_id in self._unassigned:
+                yield entry.resumed()
 
     def numbers_of(self, request_id: str) -> str | None:
         """`Fingerprint.numbers` of the engine that computed the tokens of a request so far; None
@@ -84,6 +101,7 @@ class RequestJournal:
         """Give a request that waits to a holder; `numbers`: `Fingerprint.numbers` of its engine."""
         entry = self._unassigned.pop(request_id)
         entry.holder, entry.numbers = holder, numbers
+        self._held.setdefault(id(holder), {})[request_id] = entry
 
     def record(self, outputs: Iterable[StepOutput], holder: object = None) -> list[StepOutput]:
         """Record outputs of a holder; returns those of requests that it holds."""
@@ -103,7 +121,7 @@ class RequestJournal:
 
     def num_held(self, holder: object) -> int:
         """Number of requests that a holder has."""
-        return sum(entry.holder is holder for entry in self._entries.values())
+        return len(self._of(holder))
 
     def crashed(
         self, alone: str | None, *, from_outside: bool, holder: object = None
@@ -115,9 +133,7 @@ class RequestJournal:
         somebody else on the machine ended the engine.
         """
         ends = []
-        for request_id, entry in list(self._entries.items()):
-            if entry.holder is not holder:
-                continue
+        for request_id, entry in list(self._of(holder).items()):
             entry.crashes.record_crash(alone=request_id == alone)
             if request_id == alone and entry.crashes.is_to_blame(from_outside=from_outside):
                 ends.append(self.end(request_id, GIVEN_UP))
@@ -127,15 +143,16 @@ class RequestJournal:
     def release(self, holder: object) -> list[str]:
         """Have all requests of a holder wait for another one; returns their ids. Unlike a crash it
         says nothing about the requests."""
-        released = [name for name, entry in self._entries.items() if entry.holder is holder]
-        for name in released:
-            entry = self._entries[name]
+        if holder is None:
+            return list(self._unassigned)
+        released = self._held.pop(id(holder), {})
+        for name, entry in released.items():
             entry.holder = None
             self._unassigned[name] = entry
         if released:
             by_arrival = sorted(self._unassigned.items(), key=lambda item: item[1].number)
             self._unassigned = dict(by_arrival)
-        return released
+        return list(released)
 
     def fail_all(self, error: ErrorRecord) -> list[StepOutput]:
         """End all requests with an error; returns their outputs."""

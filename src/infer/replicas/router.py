@@ -44,7 +44,7 @@ class ReplicaLoad:
     @property
     def num_unfinished(self) -> int:
         """Requests with or without a seat."""
-        return self.num_waiting + self.num_running
+        return self.states.count("waiting", "preempted", "running")
 
     @property
     def has_seat(self) -> bool:
@@ -62,10 +62,6 @@ class ReplicaLoad:
         if self.limits.batching_mode == "static" and self.num_running:
             return False  # nobody joins a batch that runs
         return self.has_seat
-
-    def holds(self, request_id: str) -> bool:
-        """Whether a request is counted."""
-        return self.states.get(request_id) is not None
 
     def add(self, request: Request) -> None:
         """Count a request that is sent to the replica."""
@@ -111,6 +107,9 @@ class Router(ABC):
     ) -> None:
         """A replica has ended a step; called after its load has followed it, and before those that
         have ended leave the load."""
+
+    def dropped(self, replica: ReplicaLoad, request_id: str) -> None:  # noqa: B027
+        """A request has left a replica without an output, because its caller has."""
 
     def should_follow(self, replica: ReplicaLoad) -> bool:
         """Whether the replica is to report the pages of its prefix index from the beginning

@@ -23,7 +23,7 @@ Three things stand beside the formula:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
@@ -31,7 +31,7 @@ from infer.replicas.router import LeastRouter, ReplicaLoad, Router, num_tokens_o
 from infer.schedule.index_changes import chain
 from infer.types import Request, StepOutput
 from infer.types.page_changes import HASH_BYTES, PageChanges
-from infer.types.step_events import ForeignLoad, StepEvents
+from infer.types.step_events import BatchEvent, ForeignLoad, StepEvents
 
 Routing = Literal["prefix", "least", "round-robin"]
 """how requests are divided between replicas"""
@@ -126,6 +126,8 @@ class _Sent:
     """tokens that are expected to be computed for it"""
     pages: Sequence[bytes]
     """hashes of its pages"""
+    num_left: int = 0
+    """tokens that are not computed yet"""
 
 
 @dataclass(slots=True)
@@ -138,6 +140,8 @@ class KnownReplica:
     to the last time may be on its way, or lost"""
     sent: dict[str, _Sent] = field(default_factory=dict)
     """the requests without a first token"""
+    num_left: int = 0
+    """sum of their `_Sent.num_left`: a choice costs the same however many there are"""
     promised: Counter[bytes] = field(default_factory=Counter)
     """pages that requests without a first token are going to fill"""
     token_s: _Mean = field(default_factory=_Mean)
@@ -169,24 +173,27 @@ class KnownReplica:
         """A request goes to the replica."""
         self.drop(request_id)
         self.sent[request_id] = sent
+        sent.num_left = sent.num_tokens
+        self.num_left += sent.num_left
         self.promised.update(sent.pages)
 
     def drop(self, request_id: str) -> None:
         """A request has its first token, or has left."""
         if (sent := self.sent.pop(request_id, None)) is not None:
+            self.num_left -= sent.num_left
             for name in sent.pages:
                 if self.promised[name] == 1:
                     del self.promised[name]
                 else:
                     self.promised[name] -= 1
 
-    def prune(self, load: ReplicaLoad) -> None:
-        """Forget the requests that have left without an output."""
-        for request_id in [each for each in self.sent if not load.holds(each)]:
-            self.drop(request_id)
-
-    def stepped(self, step_events: StepEvents) -> None:
-        """Follow what happened in a step."""
+    def stepped(self, step_events: StepEvents, load: ReplicaLoad) -> None:
+        """Follow what happened in a step, after `load` has."""
+        for event in step_events.events:
+            if not isinstance(event, BatchEvent) and (sent := self.sent.get(event.request_id)):
+                num_left = load.num_left(event.request_id, sent.num_tokens)
+                self.num_left += num_left - sent.num_left
+                sent.num_left = num_left
         if num_prompt := step_events.num_prompt_tokens:
             self.token_s.add(step_events.ended_s - step_events.started_s, num_prompt)
         seen = max(step_events.num_free_pages, step_events.num_indexed_pages)
@@ -230,11 +237,10 @@ class PrefixRouter(Router):
     def choose(self, request: Request, replicas: Sequence[ReplicaLoad]) -> ReplicaLoad:
         """See `Router`."""
         num_tokens = num_tokens_of(request)
-        sizes = {_page_size(load): _pages(request, _page_size(load)) for load in replicas}
-        known = [self._known.setdefault(load, KnownReplica()) for load in replicas]
+        sizes = {size: _pages(request, size) for size in {_page_size(load) for load in replicas}}
+        known = [self._know(load) for load in replicas]
         own = []
         for load, each in zip(replicas, known, strict=True):
-            each.prune(load)
             size = _page_size(load)
             own.append(num_tokens - each.num_cached(sizes[size]) * size)
         times_s = self._expected_s(replicas, known, own)
@@ -254,9 +260,9 @@ class PrefixRouter(Router):
         self, replica: ReplicaLoad, outputs: Sequence[StepOutput], step_events: StepEvents | None
     ) -> None:
         """See `Router`."""
-        known = self._known.setdefault(replica, KnownReplica())
+        known = self._know(replica)
         if step_events is not None:
-            known.stepped(step_events)
+            known.stepped(step_events, replica)
         now_s = None if step_events is None else step_events.ended_s
         for output in outputs:
             known.drop(output.request_id)
@@ -265,9 +271,25 @@ class PrefixRouter(Router):
                 if began_s is not None:
                     known.stay_s.add(now_s - began_s)
 
+    @property
+    def known(self) -> Mapping[ReplicaLoad, KnownReplica]:
+        """What is known about each generation that may be chosen."""
+        return self._known
+
+    def _know(self, replica: ReplicaLoad) -> KnownReplica:
+        known = self._known.get(replica)
+        if known is None:
+            known = self._known[replica] = KnownReplica()
+        return known
+
+    def dropped(self, replica: ReplicaLoad, request_id: str) -> None:
+        """See `Router`."""
+        if (known := self._known.get(replica)) is not None:
+            known.drop(request_id)
+
     def should_follow(self, replica: ReplicaLoad) -> bool:
         """See `Router`."""
-        known = self._known.setdefault(replica, KnownReplica())
+        known = self._know(replica)
         if not known.view.is_stale or known.patience or not _page_size(replica):
             return False
         known.patience = PATIENCE
@@ -288,11 +310,9 @@ class PrefixRouter(Router):
         times_s = []
         for index, (load, each) in enumerate(zip(replicas, known, strict=True)):
             num_running = load.num_running + each.foreign.num_running
-            sent = each.sent.items()
-            waiting = sum(load.num_left(name, request.num_tokens) for name, request in sent)
             room = each.num_empty(num_running) * load.limits.page_size
             dropped = max(0.0, own[index] - room)
-            work = waiting + each.foreign.num_prompt_tokens + own[index] + dropped
+            work = each.num_left + each.foreign.num_prompt_tokens + own[index] + dropped
             queue = load.num_waiting + each.foreign.num_waiting + 1
             behind = max(0, queue - max(0, load.limits.num_seats - num_running))
             seat_s = behind * stay_s[index] / load.limits.num_seats

@@ -288,7 +288,7 @@ class EarlyListener:
         self.answers = answers or EarlyAnswers(settings, models)
         self._context = context
         self._limits = limits = settings.limits
-        most = ConnectionLimits(limits.max_connections, limits.probe_connections)
+        most = ConnectionLimits(settings.max_connections, limits.probe_connections)
         self._places = Connections(early_limits(most))
         self._connections: set[EarlyConnection] = set()
         self._selector = selectors.DefaultSelector()

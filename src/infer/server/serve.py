@@ -108,8 +108,8 @@ class Server(uvicorn.Server):
         means, since the start. `screen`: is told of the beginning and the end."""
         settings = settings or ServerSettings()
         self._limits = most = settings.limits
-        limits = connection_limits(ConnectionLimits(most.max_connections, most.probe_connections))
-        self._places = places = Connections(limits)
+        whole = ConnectionLimits(settings.max_connections, most.probe_connections)
+        self._places = places = Connections(connection_limits(whole))
         app, turn_away = _app_of(engine, settings, page)
         super().__init__(
             uvicorn.Config(
@@ -129,7 +129,7 @@ class Server(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                backlog=limits.accepted_at_once,
+                backlog=places.limits.accepted_at_once,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,

@@ -22,7 +22,13 @@ from infer.config import (
     option,
 )
 from infer.errors import ConfigError
-from infer.types.server_limits import SERVER_LIMITS, ServerLimits
+from infer.types.server_limits import (
+    DEFAULT_CONNECTIONS,
+    MAX_CONNECTIONS,
+    MIN_CONNECTIONS,
+    SERVER_LIMITS,
+    ServerLimits,
+)
 
 MAX_PORT = 65535
 PASSWORD_OF_URL = r"://[^/@\s]*?:([^/@\s]+)@"
@@ -54,6 +60,10 @@ class ServerSettings:
         "At SIGTERM: seconds for which new requests are still served while /health/ready is 503, so"
         " that proxies leave; then the port closes. 0 = new requests are refused at once.",
         is_live=True,
+    )
+    max_connections: Annotated[int, Meta(ge=MIN_CONNECTIONS, le=MAX_CONNECTIONS)] = option(
+        DEFAULT_CONNECTIONS,
+        "Connections that may be open, beside 8 for health probes; each takes a file descriptor.",
     )
     write_stall_s: Annotated[float, at_least(0.01)] = option(
         30.0, "Seconds after which a client that reads nothing is cancelled."

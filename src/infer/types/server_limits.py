@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MIN_CONNECTIONS = 4
+"""number of connections below which a server does not start"""
+DEFAULT_CONNECTIONS = 1024
+MAX_CONNECTIONS = 1_000_000
+"""about as many file descriptors as Linux lets a process have (`fs.nr_open`)"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
     """See the module's docstring. Names that end in `_s` are seconds."""
 
-    max_connections: int = 1024
-    """connections of any kind, as far as the process may have so many file descriptors"""
     probe_connections: int = 8
-    """additional connections, for health probes when all others are in use"""
+    """connections beside `ServerSettings.max_connections`, for health probes when all others are in
+    use"""
     send_buffer_bytes: int = 128 * 1024
     """size of a connection's send buffer in the kernel, which takes twice as much. By default it
     may be megabytes, and a client that reads nothing is noticed only when they are full."""

@@ -9,6 +9,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -229,9 +230,57 @@ def test_requests_that_left_without_an_output_are_no_load() -> None:
     assert other is not first
     first.core.abort("gone")
     first.load.remove("gone")
+    router.dropped(first.load, "gone")
     assert world.add(ask("next", [7] * 50)) is first
     router.forget(first.load)
     world.run()
+
+
+def test_a_choice_costs_the_same_however_much_there_is_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt is hashed once and not for each engine, and no other request is looked at."""
+    world, seen = engines(PrefixRouter(), 5), Counter[str]()
+    for i in range(40):
+        world.add(ask(f"r{i}", [i] * 20))
+
+    def counted(*arguments: Any) -> list[bytes]:
+        seen["chain"] += 1
+        return chain(*arguments)
+
+    def looked_at(load: ReplicaLoad, request_id: str, expected: int = 0) -> int:
+        seen["looked at"] += 1
+        return expected
+
+    monkeypatch.setattr(routing, "chain", counted)
+    monkeypatch.setattr(ReplicaLoad, "num_left", looked_at)
+    world.router.choose(ask("last", [7] * 20), [each.load for each in world.engines])
+    assert seen == {"chain": 1}
+
+
+def test_the_sum_of_what_is_left_follows_every_step() -> None:
+    """Chunks, preemptions and ends change it as looking at each request would."""
+    router = PrefixRouter()
+    world, dice = engines(router, 3, num_pages=40), random.Random(2)
+    num_checked = 0
+
+    def check() -> None:
+        nonlocal num_checked
+        for engine in world.engines:
+            known = router.known.get(engine.load)
+            if known is not None:
+                sent = known.sent.items()
+                left = [engine.load.num_left(name, each.num_tokens) for name, each in sent]
+                assert known.num_left == sum(left)
+                num_checked += bool(left) and sum(left) != sum(e.num_tokens for _, e in sent)
+
+    world.on_end = lambda output: check()
+    for i in range(120):
+        prompt = [dice.randrange(3)] * dice.randrange(1, 140)
+        world.at(i * 0.01, partial(world.add, ask(f"r{i}", prompt)))
+    world.run()
+    check()
+    assert num_checked > 3, "no request was ever in the midst of its prompt"
 
 
 def test_what_an_engine_does_for_others_counts() -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from infer.errors import ConfigError
-from infer.types.server_limits import SERVER_LIMITS
+from infer.types.server_limits import DEFAULT_CONNECTIONS, MIN_CONNECTIONS, SERVER_LIMITS
 
 if TYPE_CHECKING:
     from starlette.types import Scope
@@ -42,8 +42,6 @@ _TURNS_UNTIL_CLOSED = 4
 """event loop iterations from `accept` to the closed descriptor of a connection refused at once"""
 _RESERVED_DESCRIPTORS = 16
 """file descriptors kept free for another engine process, the sessions and the file of keys"""
-_MIN_PLACES = 4
-"""number of places below which the server does not start"""
 _LOG_EVERY_S = 1.0
 """minimum seconds between two log lines for one reason; the later line counts those in between"""
 
@@ -52,7 +50,7 @@ _LOG_EVERY_S = 1.0
 class ConnectionLimits:
     """Numbers of connections that may be open."""
 
-    places: int = SERVER_LIMITS.max_connections
+    places: int = DEFAULT_CONNECTIONS
     """connections of any kind"""
     probe_places: int = SERVER_LIMITS.probe_connections
     """additional connections, for health probes"""
@@ -93,20 +91,26 @@ def connection_limits(
     whole: ConnectionLimits | None = None, descriptors: Descriptors | None = None
 ) -> ConnectionLimits:
     """`whole`, or as much of it as the process may have file descriptors for, whose soft limit is
-    raised if that is needed and allowed. Raises `ConfigError` if fewer than `_MIN_PLACES` remain.
+    raised if that is needed and allowed. Raises `ConfigError` if fewer than
+    `MIN_CONNECTIONS` remain.
     """
     whole, descriptors = whole or ConnectionLimits(), descriptors or Descriptors()
     used = descriptors.num_open() + _RESERVED_DESCRIPTORS
     more = whole.probe_places + _TURNS_UNTIL_CLOSED * whole.accepted_at_once
-    limit = descriptors.raise_limit(used + whole.places + more)
-    if limit >= used + whole.places + more:
+    needed = used + whole.places + more
+    limit = descriptors.raise_limit(needed)
+    if limit >= needed:
         return whole
     few = min(ACCEPTED_AT_ONCE, max(1, (limit - used) // 16))
     places = limit - used - whole.probe_places - _TURNS_UNTIL_CLOSED * few
-    if places < _MIN_PLACES:
+    if places < MIN_CONNECTIONS:
         message = f"the limit of {limit} file descriptors leaves no room for connections"
         raise ConfigError("host", f"{message}; raise it (ulimit -n {used + 64}, or more)")
-    log.warning("%d connections at most: the limit of file descriptors is %d", places, limit)
+    log.warning(
+        "%d connections at most, and not %d (--max-connections): the limit of file descriptors is"
+        " %d, and %d are needed (ulimit -n, LimitNOFILE of systemd)",
+        *(places, whole.places, limit, needed),
+    )
     return ConnectionLimits(places, whole.probe_places, few)
 
 
@@ -119,7 +123,7 @@ def early_limits(
     used = descriptors.num_open() + _RESERVED_DESCRIPTORS
     more = whole.probe_places + whole.accepted_at_once
     limit = descriptors.raise_limit(used + 2 * (whole.places + more))
-    places = max(_MIN_PLACES, min(whole.places, (limit - used) // 2 - more))
+    places = max(MIN_CONNECTIONS, min(whole.places, (limit - used) // 2 - more))
     return ConnectionLimits(places, whole.probe_places, whole.accepted_at_once)
 
 

@@ -256,6 +256,8 @@ class AuthMiddleware:
         self._keys = keys
         self._limits = limits
         self._tenants: dict[str, Tenant] = {}
+        self._known: frozenset[str] = frozenset()
+        """`Keys.ids` when tenants of other keys were forgotten last"""
         self._anybody = Tenant(ANYBODY)
         self._open: dict[str, list[RequestContext]] = {}
         """contexts of open requests by key id; those of a revoked key are ended"""
@@ -336,8 +338,7 @@ class AuthMiddleware:
         # A file that cannot be read is reported when a request is authenticated.
         with contextlib.suppress(OSError, ValueError):
             self._keys.refresh()
-            known = {key.id for key in self._keys.all()}
-            for key_id in self._open.keys() - known:
+            for key_id in self._open.keys() - self._keys.ids:
                 for context in self._open[key_id]:
                     if context.on_revoked is not None:
                         context.on_revoked()
@@ -347,8 +348,9 @@ class AuthMiddleware:
         tenant = self._tenants.get(key.id)
         if tenant is None or tenant.key != key:
             assert self._keys is not None
-            known = {other.id for other in self._keys.all()}
-            self._tenants = {i: t for i, t in self._tenants.items() if i in known}
+            if self._known is not (known := self._keys.ids):  # the file has changed
+                self._tenants = {i: t for i, t in self._tenants.items() if i in known}
+                self._known = known
             tenant = self._tenants[key.id] = Tenant(key, self._limits)
         return tenant
 
