@@ -234,6 +234,10 @@ _SMALL: Mapping[str, Any] = {**_SHAPE, "state_size": 4}
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "Mamba": (_SMALL, "MambaForCausalLM has a recurrent state"),
     "Qwen3Next": (_SMALL, "recurrent state .layers of the kind linear_attention"),
+    "Lfm2": (
+        {**_SMALL, "layer_types": ["conv", "full_attention", "conv"]},
+        "recurrent state .layers of the kind conv",
+    ),
     "T5": ({"vocab_size": VOCAB_SIZE}, "has an encoder"),
     "Bert": (_SMALL, "BertLMHeadModel.*neither causal nor a sliding window"),
     "GptOss": ({**_SMALL, "num_local_experts": 4}, "s_aux, which is not computed"),
@@ -318,10 +322,10 @@ def test_attention_of_another_kind_is_found(pairs: Pairs, monkeypatch: pytest.Mo
     """The trial compares with the library's own attention, here with one that has no cap."""
     from transformers.models.vaultgemma import modeling_vaultgemma
 
-    right = modeling_vaultgemma.eager_attention_forward
+    right: Any = modeling_vaultgemma.eager_attention_forward
 
-    def uncapped(*tensors: Any, softcap: float, **arguments: Any) -> Any:
-        return right(*tensors, softcap=None, **arguments)
+    def uncapped(*tensors: Any, **arguments: Any) -> Any:
+        return right(*tensors, **{**arguments, "softcap": None})
 
     monkeypatch.setattr(modeling_vaultgemma, "eager_attention_forward", uncapped)
     with pytest.raises(LoadError, match="logits differ from those with the attention"):
