@@ -142,7 +142,6 @@ BANNED = [
     *((f"bench.{name}", "torch") for name in ("client", "drive", "engine", "measure", "report")),
     *((f"bench.{name}", "torch") for name in ("results", "workloads")),
     *((name, "typer") for name in ("bench", "server", "engine")),
-    ("", "transformers"),
     ("", "pickle"),
     *((name, "triton") for name in ("runner", "engine", "models", "server", "cli", "bench")),
     ("models", "infer.schedule"),
@@ -151,7 +150,10 @@ BANNED = [
     ("server.openai", "infer.replicas"),
 ]
 # What may import a library, wherever it is written.
-ONLY_IMPORTERS = {"ray": ("cluster.deployments", "cluster.shared_fronts")}
+ONLY_IMPORTERS = {
+    "ray": ("cluster.deployments", "cluster.shared_fronts"),
+    "transformers": ("models.transformers_model",),
+}
 # Beside the standard library, these may import nothing, or what is named.
 LIBRARIES = {
     **dict.fromkeys(

@@ -486,6 +486,12 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = option(
         "auto", "dummy = random weights in the shapes that the config gives."
     )
+    model_impl: Literal["auto", "native", "transformers"] = option(
+        "auto",
+        "Whose layers compute the model: native = infer's own, for the families that `infer models`"
+        " lists; transformers = the library's (extra: transformers), for other causal models,"
+        " slow (CPU). auto = native.",
+    )
     enable_prefix_caching: bool | None = option(
         None, "Share pages between prompts that begin alike; default: yes if paged."
     )
@@ -525,6 +531,8 @@ class EngineConfig:
                 f"{self.dtype!r} does not go with quantization={self.quantization!r}, which decides"
                 " what is computed in; leave dtype out",
             )
+        if self.model_impl == "transformers":
+            self._check_borrowed()
         if self.kv_cache_backend != "paged":
             if self.page_size is not None:
                 raise ConfigError(
@@ -559,6 +567,18 @@ class EngineConfig:
                 f" batching_mode={self.batching_mode!r} only 'fcfs' is possible",
             )
         self._check_static_batches()
+
+    def _check_borrowed(self) -> None:
+        """Refuse the settings that only our own decoders obey."""
+        for name, value in (
+            ("quantization" if self.quantization else "dtype", self.weight_format),
+            ("load_format", self.load_format if self.load_format == "dummy" else None),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    name,
+                    f"{value!r} is for models of infer's own, not for model_impl='transformers'",
+                )
 
     def _check_static_batches(self) -> None:
         """Refuse settings of static batches that are impossible."""

@@ -38,16 +38,20 @@ class Bench:
         *,
         quantization: str | None = None,
         attention: str = "sdpa",
+        model_impl: str = "auto",
     ) -> None:
         """`path`: a folder, or a GGUF file. Weights that are quantised stay as they are in
-        bfloat16. `attention`: as in `EngineConfig`; "auto" serves."""
+        bfloat16. `attention`, `model_impl`: as in `EngineConfig`; an attention of "auto" serves."""
         cpu = torch.device("cpu")
-        checkpoint = find_checkpoint(str(path))
+        checkpoint = find_checkpoint(str(path), model_impl=model_impl)
         self.config = checkpoint.config
         held = None if quantization or dtype != torch.bfloat16 else checkpoint.blocks
         blocks = None if held is None else held.read
-        source = checkpoint.source(dtype, cpu).with_layers(quantization, blocks=blocks)
-        self.model = build_model(self.config, source, self.config.max_seq_len)
+        if checkpoint.borrowed is None:
+            source = checkpoint.source(dtype, cpu).with_layers(quantization, blocks=blocks)
+            self.model = build_model(self.config, source, self.config.max_seq_len)
+        else:
+            self.model = checkpoint.borrowed(dtype)
         self.storage = KVStorage(self.config, 300, page_size, dtype=dtype, device=cpu)
         self.backend = make_attention(attention, self.storage, self.config)
         self.allocator = PageAllocator(300, page_size)

@@ -220,6 +220,9 @@ class ModelConfig:
     """Row of position 0 in a table of learned positions; None: there is no table."""
     quantization: Quantization | None = None
     """How the files store the weights of linear layers; None: in floating point."""
+    num_parameters: int | None = None
+    """Number of parameters of a model that transformers computes; None: our own decoder has those
+    of `models.tensor_list`."""
 
     def for_context(self, max_seq_len: int) -> ModelConfig:
         """The config of a model with a context of `max_seq_len` tokens."""

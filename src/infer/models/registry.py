@@ -236,19 +236,35 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 }
 """What families that are not supported would need → parts of their architectures' names."""
 
+_NO_CAUSAL_ATTENTION = frozenset(
+    ("an encoder", "a head for classes or tokens", "a recurrent state")
+)
+"""The needs that no model has which is all causal attention."""
+
+
+class UnknownArchitecture(LoadError):
+    """The engine has no decoder of this architecture."""
+
+    def __init__(self, message: str, is_causal: bool) -> None:
+        """`is_causal`: whether it may be a causal model whose layers are all attention."""
+        super().__init__(message)
+        self.is_causal = is_causal
+
 
 def find_architecture(name: str) -> Architecture:
     """The row of an architecture.
 
-    An unknown name is a `LoadError` that says what the family would need, and what is near."""
+    An unknown name is an `UnknownArchitecture`, which says what the family would need, and what is
+    near."""
     if name not in ARCHITECTURES:
         needs = [what for what, parts in _NEEDS.items() if any(part in name for part in parts)]
         why = f": it needs {' and '.join(needs)}, which the engine does not have" if needs else ""
         near = difflib.get_close_matches(name[:80], ARCHITECTURES, cutoff=0.75)
         also = f"near it: {', '.join(near)}; " if near else ""
-        raise LoadError(
+        raise UnknownArchitecture(
             f"architecture {name!r:.80} is not supported{why} ({also}`infer models` lists the"
-            f" {len(ARCHITECTURES)} that are)"
+            f" {len(ARCHITECTURES)} that are)",
+            is_causal=not _NO_CAUSAL_ATTENTION.intersection(needs),
         )
     return ARCHITECTURES[name]
 

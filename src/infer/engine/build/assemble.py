@@ -127,13 +127,12 @@ def prepare(
     main_memory.keep_freed_memory()
     begin_stage("reading the checkpoint")
     checkpoint = find_checkpoint(
-        config.model, revision=config.revision, dummy=config.load_format == "dummy"
+        config.model,
+        revision=config.revision,
+        dummy=config.load_format == "dummy",
+        model_impl=config.model_impl,
     )
-    device = machine.choose_device(config)
-    if device.type != "cpu" and config.speculative:
-        raise ConfigError(
-            "speculative_config", f"runs on CPUs, not on {device.type}; use device='cpu'"
-        )
+    device = _device_for(config)
     dtype = machine.choose_dtype(config, checkpoint.config, device)
     if device.type == "cpu":
         machine.log_dtype(config, checkpoint.config, dtype)
@@ -174,6 +173,18 @@ def prepare(
         pinned=lambda core: pinned_settings(core, device),
         fingerprint=lambda core: _fingerprint(core, files, checkpoint.config, plan, device),
     )
+
+
+def _device_for(config: EngineConfig) -> torch.device:
+    """The device; raises `ConfigError` if a setting is for CPUs and it is none."""
+    device = machine.choose_device(config)
+    for name, given in (
+        ("speculative_config", config.speculative),
+        ("model_impl", config.model_impl == "transformers"),
+    ):
+        if given and device.type != "cpu":
+            raise ConfigError(name, f"runs on CPUs, not on {device.type}; use device='cpu'")
+    return device
 
 
 def _log_formats(plan: MemoryPlan) -> None:
@@ -338,8 +349,11 @@ def _build(
     before = machine.used_bytes(device)
     begin_stage("loading the weights")
     with reading(f"the weights of {checkpoint.name}"), verified(checkpoint):
-        source = _source(config, checkpoint, dtype, device)
-        model = build_model(checkpoint.config, source, plan.max_seq_len)
+        if checkpoint.borrowed is None:
+            source = _source(config, checkpoint, dtype, device)
+            model = build_model(checkpoint.config, source, plan.max_seq_len)
+        else:
+            model = checkpoint.borrowed(dtype)
     after = machine.used_bytes(device)
     _warn_of_variance(config, model, device)
     scheduler_config = _scheduler_config(config, plan, device)

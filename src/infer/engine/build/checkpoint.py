@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,12 +19,13 @@ from typing import TYPE_CHECKING
 
 from infer.config import EngineConfig
 from infer.errors import ConfigError, LoadError
+from infer.extras import to_install
 from infer.files import MAX_CONFIG_BYTES, read_text, reading
 from infer.kernels.native import native_obstacle
 from infer.models.gguf_file import GGUFFile
 from infer.models.hub import SHIPPED_FOLDER, locate, verify
 from infer.models.model_config import ModelConfig
-from infer.models.registry import read_model_config
+from infer.models.registry import UnknownArchitecture, read_model_config
 from infer.models.weights import BlockReader, WeightSource, dummy_source, open_checkpoint
 from infer.text.checkpoint_text import TextFiles, read_defaults, read_text_files
 from infer.text.generation_config import FILE, defaults_of_gguf
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from infer.engine.build.processors import Cpu
+    from infer.models.model import Model
     from infer.models.quantized_source import QuantizedFiles
 
 
@@ -66,23 +69,63 @@ class Checkpoint:
     """the forms in which quantised weights are kept; None: there are none"""
     verify: Callable[[], None] = lambda: None
     """reads the weights' files and raises `LoadError` if one has another checksum than is listed"""
+    borrowed: Callable[[torch.dtype], Model] | None = None
+    """loads the model as transformers computes it, in a dtype; None: it is one of our own"""
 
 
 def find_checkpoint(
-    model: str | None, *, revision: str | None = None, dummy: bool = False
+    model: str | None,
+    *,
+    revision: str | None = None,
+    dummy: bool = False,
+    model_impl: str = "auto",
 ) -> Checkpoint:
     """Find the checkpoint that `model` names, as `models.hub.locate` has it.
 
-    `dummy` gives it random weights. Raises `LoadError` if there is no such checkpoint.
+    `dummy` gives it random weights. `model_impl`: as in `EngineConfig`. Raises `LoadError` if there
+    is no such checkpoint.
     """
     path, name = locate(model, revision=revision)
     try:
         with reading(str(path)):
-            found = _open(path, name, dummy)
-    except LoadError:
+            if model_impl == "transformers":
+                found = _borrowed(path, name)
+            else:
+                found = _open(path, name, dummy)
+    except LoadError as error:
         verify(model)  # a damaged download is said to be one
+        is_other = isinstance(error, UnknownArchitecture) and error.is_causal
+        if is_other and model_impl == "auto" and not path.is_file():
+            raise LoadError(f"{error}; {_other_way()}") from None
         raise
     return dataclasses.replace(found, verify=functools.partial(verify, model))
+
+
+def _other_way() -> str:
+    """How a model without a decoder of our own may be loaded, for users."""
+    way = "--model-impl transformers loads causal models of attention layers the slow way"
+    if importlib.util.find_spec("transformers") is None:
+        return f"{way}, with an optional part of infer: {to_install('transformers')}"
+    return way
+
+
+def _borrowed(path: Path, name: str) -> Checkpoint:
+    """The checkpoint in a folder, as transformers computes it."""
+    from infer.models.transformers_model import load_transformers_model, read_transformers_config
+
+    if path.is_file():
+        raise ConfigError(
+            "model_impl", f"'transformers' reads folders, and {path.name} is a file; leave it out"
+        )
+    config = read_transformers_config(path)
+    return Checkpoint(
+        name,
+        config,
+        text=lambda: read_text_files(path),
+        defaults=lambda: read_defaults(path),
+        source=functools.partial(open_checkpoint, path),
+        borrowed=lambda dtype: load_transformers_model(path, config, dtype),
+    )
 
 
 def _open(path: Path, name: str, dummy: bool) -> Checkpoint:

@@ -262,7 +262,7 @@ def make_plan(
         model=name,
         device=device.type,
         dtype=config.weight_format or dtype,
-        products=_products(config, dtype, device, weights),
+        products=_products(config, model, dtype, device, weights),
         positions=model.rope_choice(cache.max_seq_len),
         num_parameters=weights.num_parameters,
         weight_bytes=weights.num_bytes,
@@ -290,12 +290,15 @@ def _free(config: EngineConfig, device: torch.device | Cpu) -> int:
 
 def _products(
     config: EngineConfig,
+    model: ModelConfig,
     dtype: str,
     device: torch.device | Cpu,
     weights: WeightCount,
 ) -> str:
     if device.type != "cpu":
         return ""
+    if model.num_parameters is not None:
+        return f"transformers' own, in {dtype}"
     return products(dtype, config.weight_format, weights.block_forms)
 
 
@@ -526,6 +529,8 @@ def count_weights(
     looking up tokens, once in the layer's own layout for the logits. In blocks it counts once.
     `blocks` gives the types of weights that are held in blocks.
     """
+    if config.num_parameters is not None:
+        return WeightCount(config.num_parameters, config.num_parameters * NUMBER_BYTES[dtype])
     tensors, rows, size = tensors_of(config), stored_rows(config), NUMBER_BYTES[dtype]
     kinds: Counter[tuple[str, str]] = Counter()
 

@@ -50,7 +50,7 @@ def planner(
 
 def opened(config: EngineConfig) -> Checkpoint:
     """The checkpoint that the settings name, for several of the functions below."""
-    return find_checkpoint(config.model, revision=config.revision)
+    return find_checkpoint(config.model, revision=config.revision, model_impl=config.model_impl)
 
 
 def request_defaults(
