@@ -76,10 +76,18 @@ SHIPPED_NAME = "infer-demo"
 """name under which the model that ships is served"""
 
 
-def option(default: Any, help: str, *, secret: str = "", is_live: bool = False) -> Any:
+def option(
+    default: Any,
+    help: str,
+    *,
+    secret: str = "",
+    is_live: bool = False,
+    is_repeatable: bool = False,
+) -> Any:
     """A field of a settings class, with the help text of its command-line option. `secret`,
-    `is_live`: see `Setting`."""
-    return field(default=default, metadata={"help": help, "secret": secret, "is_live": is_live})
+    `is_live`, `is_repeatable`: see `Setting`."""
+    of_setting = {"secret": secret, "is_live": is_live, "is_repeatable": is_repeatable}
+    return field(default=default, metadata={"help": help, **of_setting})
 
 
 def at_least(low: float) -> Meta:
@@ -126,6 +134,8 @@ class Setting(NamedTuple):
     """A pattern whose first group is what nobody may see of a value; empty where all is shown."""
     is_live: bool
     """Whether a running server can take a new value (SIGHUP)."""
+    is_repeatable: bool
+    """Whether the string may be several, separated by commas: several flags, a list in a file."""
 
     def from_text(self, text: str) -> Any:
         """The value that a text means, as on a command line or in a variable; raises
@@ -222,6 +232,7 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
                 high=getattr(kind, "le", None),
                 secret=spec.metadata["secret"],
                 is_live=spec.metadata["is_live"],
+                is_repeatable=spec.metadata["is_repeatable"],
             )
         )
     return tuple(found)

@@ -55,8 +55,8 @@ BODIES: dict[str, Any] = {
 }
 """bodies of the endpoints that want more than an empty object"""
 RUNNING: list[asyncio.Future[Reply]] = []
-SLOW = {"/v1/engine/comparisons"}
-"""endpoints that start a process"""
+SLOW = {"/v1/engine/comparisons", "/v1/mcp/call"}
+"""endpoints that start a process, or ask another server"""
 
 
 async def address_of(app: App, path: str) -> str:
