@@ -35,6 +35,7 @@ class SettingsDialog extends PageDialog {
   }
 
   content() {
+    void import("./mcp_tools.js");
     if (!chats.current) return nothing;
     return html`
       <label class="field">${t("settings.system")}
@@ -55,6 +56,7 @@ class SettingsDialog extends PageDialog {
           @change=${(/** @type {Event} */ event) => this._set("stream", isChecked(event) ? null : false)}> ${t("settings.stream")}</label>
         ${this._json("schema", "settings.schema", "settings.schema-hint", 4, (value) => typeof value === "object" && value !== null)}
         ${this._json("tools", "settings.tools", "settings.tools-hint", 6, Array.isArray)}
+        <mcp-tools .conversation=${this.conversation} @switched=${() => { void chats.keepSettings(); this.tick++; }}></mcp-tools>
         ${this.conversation.tools.trim() ? this._choice() : nothing}
         ${this._json("extra", "settings.extra", "settings.extra-hint", 2, (value) => typeof value === "object" && value !== null && !Array.isArray(value))}
       </fieldset>
