@@ -77,12 +77,18 @@ SHIPPED_NAME = "infer-demo"
 
 
 def option(
-    default: Any, help: str, *, secret: str = "", is_live: bool = False, is_common: bool = False
+    default: Any,
+    help: str,
+    *,
+    secret: str = "",
+    is_live: bool = False,
+    is_common: bool = False,
+    is_repeatable: bool = False,
 ) -> Any:
     """A field of a settings class, with the help text of its command-line option. `secret`,
-    `is_live`, `is_common`: see `Setting`."""
+    `is_live`, `is_common`, `is_repeatable`: see `Setting`."""
     more = {"secret": secret, "is_live": is_live, "is_common": is_common}
-    return field(default=default, metadata={"help": help, **more})
+    return field(default=default, metadata={"help": help, "is_repeatable": is_repeatable, **more})
 
 
 def at_least(low: float) -> Meta:
@@ -131,6 +137,8 @@ class Setting(NamedTuple):
     """Whether a running server can take a new value (SIGHUP)."""
     is_common: bool
     """Whether many people choose it, so that `--help` shows it; the others need `--help-all`."""
+    is_repeatable: bool
+    """Whether the string may be several, separated by commas: several flags, a list in a file."""
 
     def from_text(self, text: str) -> Any:
         """The value that a text means, as on a command line or in a variable; raises
@@ -228,6 +236,7 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
                 secret=spec.metadata["secret"],
                 is_live=spec.metadata["is_live"],
                 is_common=spec.metadata["is_common"],
+                is_repeatable=spec.metadata["is_repeatable"],
             )
         )
     return tuple(found)

@@ -39,6 +39,8 @@ TEXTS = {
     "dtype": "float32",
     "revision": "main",
     "sessions": "sqlite:////tmp/x.db",
+    "mcp_server": "docs=https://docs.example.org/mcp",
+    "mcp_token": "docs=@/tmp/token",
 }
 """values of settings that are not any text"""
 STATIC = {"batching_mode": "static"}
@@ -47,6 +49,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "min_batch_size": STATIC,
     "static_order": STATIC,
     "page_size": {"kv_cache_backend": "paged"},
+    "mcp_token": {"mcp_server": "docs=https://docs.example.org/mcp"},
 }
 """settings without which another is refused"""
 
@@ -121,6 +124,40 @@ def test_a_flag_wins_over_a_variable_and_that_over_the_file(tmp_path: Path) -> N
     assert found["port"] == (3, "--port")
     assert found["max_batch_size"] == (2, "INFER_MAX_BATCH_SIZE")
     assert found["seed"] == (1, f"{file}:3")
+
+
+def test_what_may_be_several_is_repeated_or_a_list(tmp_path: Path) -> None:
+    file = tmp_path / "infer.toml"
+    file.write_text('mcp_server = ["a=http://a.org/", "b=http://b.org/"]', encoding="utf-8")
+    both = "a=http://a.org/,b=http://b.org/"
+    assert show("--config", str(file))["mcp_server"] == (both, f"{file}:1")
+    arguments = [each for entry in both.split(",") for each in ("--mcp-server", entry)]
+    assert show(*arguments)["mcp_server"] == (both, "--mcp-server")
+    assert show(env={"INFER_MCP_SERVER": both})["mcp_server"] == (both, "INFER_MCP_SERVER")
+    file.write_text("mcp_server = [3]", encoding="utf-8")
+    with pytest.raises(ConfigError, match="mcp_server"):
+        Configuration.read({}, file, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("mcp_token=a=hush", "a=***"),
+        ("mcp_token=a=@/tmp/x,b=X-Key: hush", "a=@/tmp/x,b=***"),
+        ("mcp_server=a=https://a.org/mcp?key=hush,b=https://b.org/", None),
+    ],
+)
+def test_keys_of_mcp_servers_are_secrets(given: str, shown: str | None) -> None:
+    name, _, value = given.partition("=")
+    server = "a=https://a.org/,b=https://b.org/"
+    env = {"INFER_MCP_SERVER": server, variable_of(name): value}
+    expected = shown or "a=https://a.org/mcp?***,b=https://b.org/"
+    assert show(env=env)[name] == (expected, variable_of(name))
+    done = CliRunner().invoke(app, ["serve", flag_of(name), value])
+    assert isinstance(done.exception, ConfigError)
+    assert f"give it as {variable_of(name)} or in the file of --config" in str(done.exception)
+    assert "hush" not in str(done.exception)
+    assert show("--mcp-token", "a=@/tmp/x", env={"INFER_MCP_SERVER": server})
 
 
 @pytest.mark.parametrize(
@@ -314,7 +351,10 @@ def test_the_schema_says_what_the_settings_say(setting: Setting, tmp_path: Path)
     for bound in (setting.low, setting.high):
         if bound is not None:
             values += [bound if setting.kind is float else int(bound) + step for step in (-1, 0, 1)]
-    free = ("cors_origins", "allowed_hosts", "metrics_prefix", "speculative_config")
+    free = (
+        *("cors_origins", "allowed_hosts", "metrics_prefix", "speculative_config"),
+        *("mcp_server", "mcp_token"),
+    )
     modes = (
         "kv_cache_backend",
         "kv_cache_pages",

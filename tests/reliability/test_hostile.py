@@ -213,6 +213,7 @@ OPEN = {
     *((method, "/v1/sessions/{id}") for method in ("GET", "PATCH", "DELETE")),
     *(("POST", path) for path in ("/v1/requests/{id}/cancel", "/v1/sessions/{id}/fork")),
     *(("POST", path) for path in ("/v1/sessions", "/v1/engine/comparisons")),
+    *(("GET", "/v1/mcp/servers"), ("POST", "/v1/mcp/call")),
 }
 NAMES = ("/v1/models/", "/v1/requests/", "/v1/sessions/")
 """paths below which any name is possible"""

@@ -59,8 +59,8 @@ BODIES: dict[str, Any] = {
 RUNNING: list[asyncio.Future[Reply]] = []
 REFUSED = {"/v1/models/unload": 409}
 """statuses of what a server with one model does not do"""
-SLOW = {"/v1/engine/comparisons"}
-"""endpoints that start a process"""
+SLOW = {"/v1/engine/comparisons", "/v1/mcp/call"}
+"""endpoints that start a process, or ask another server"""
 
 
 async def address_of(app: App, path: str) -> str:

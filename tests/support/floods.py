@@ -34,6 +34,7 @@ from infer.server.viewers import EngineViewers
 from infer.text.untrusted.workers import Answer, Steps, UntrustedWorkers
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 from tests.support.doubles import held_runner, make_hash_llm
+from tests.support.mcp_servers import Asked, Said, result, scripted_mcp, text
 from tests.support.serving import COMPLETIONS, App, completion_body, serving
 from tests.support.tenants import make
 
@@ -309,6 +310,28 @@ async def comparisons(folder: Path) -> AsyncIterator[Flood]:
 
 
 @asynccontextmanager
+async def mcp_calls(folder: Path) -> AsyncIterator[Flood]:
+    opened = asyncio.Event()
+    async with scripted_mcp() as server:
+
+        async def held(asked: Asked) -> Said:
+            if "a" in asked.arguments.get("key", ""):
+                await opened.wait()
+            return result(text("done"))
+
+        server.tool = held
+        limits = ServerLimits(max_mcp_calls=10)
+        settings = {"mcp_server": f"docs={server.url}", "limits": limits}
+        async with clients(folder, {}, {}, **settings) as keys:
+
+            def use(key: str) -> Awaitable[int]:
+                body = {"server": "docs", "tool": "find", "arguments": {"key": key}}
+                return keys.post(key, "/v1/mcp/call", body)
+
+            yield Flood(use, 10, 4, opened.set, num_keys=4)
+
+
+@asynccontextmanager
 async def questions(_: Path) -> AsyncIterator[Flood]:
     opened, numbers = asyncio.Event(), itertools.count()
 
@@ -389,6 +412,7 @@ FLOODS: Mapping[str, Callable[[Path], AbstractAsyncContextManager[Flood]]] = {
     "stored sessions": stored_sessions,
     "viewers of an engine": viewers,
     "comparisons of the modes": comparisons,
+    "calls of MCP servers": mcp_calls,
     "questions to other fronts": questions,
     "traces of requests that have ended": traces,
     "answers that are kept": kept_answers,

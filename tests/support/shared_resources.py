@@ -230,6 +230,19 @@ LIMITED = (
         why="Two run, never both of one key; those of further keys wait for their turn.",
     ),
     SharedResource(
+        name="calls of MCP servers",
+        made_at=(
+            *_at("server/mcp/mcp_endpoints.py", "McpCalls._names:FairThreads"),
+            *_at("server/mcp/mcp_endpoints.py", "McpCalls._places:KeyPlaces"),
+            *_at("server/mcp/mcp_endpoints.py", "McpEndpoints._calls:McpCalls"),
+            *_at("server/app.py", "create_app.mcp:McpEndpoints"),
+        ),
+        refused_at=_at("server/mcp/mcp_endpoints.py", "McpCalls.place:OverloadedError"),
+        limits=(_server_limit("max_mcp_calls_of_key", 4),),
+        status=429,
+        why="A call ends after a minute, whatever the MCP server does.",
+    ),
+    SharedResource(
         name="questions to other fronts",
         made_at=(
             *_at(

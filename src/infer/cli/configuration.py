@@ -308,6 +308,8 @@ def _natural(setting: Setting, value: Any) -> Any:
         return float(value)
     if type(value) is int and str(value) in setting.names:
         return str(value)
+    if setting.is_repeatable and isinstance(value, list) and all(map(_is_text, value)):
+        return ",".join(value)
     return value
 
 
@@ -394,6 +396,8 @@ def _schema_of(setting: Setting) -> dict[str, Any]:
     one_of = [each for each in kinds.pop("anyOf", [kinds]) if each.get("type") != "null"]
     if setting.takes_mapping:
         one_of.append({"type": "object"})
+    if setting.is_repeatable:
+        one_of.append({"type": "array", "items": {"type": "string", "minLength": 1}})
     if numbers := [int(name) for name in setting.names if name.isdecimal()]:
         one_of.append({"enum": numbers})
     found = dict(one_of[0]) if len(one_of) == 1 else {"anyOf": one_of}

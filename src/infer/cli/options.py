@@ -138,6 +138,9 @@ def with_options(
             if adds_help:
                 del arguments[_HELP_ALL]
             options = {each.name: arguments.pop(each.name) for each in settings}
+            for name, value in options.items():
+                if isinstance(value, list):
+                    options[name] = ",".join(value) or None
             given = {name: value for name, value in options.items() if value is not None}
             command(**arguments, **{parameter: given})
 
@@ -176,4 +179,6 @@ def _typer_option(setting: Setting, panel: str) -> Any:
         rich_help_panel=panel,
         show_default=False,
     )
+    if setting.is_repeatable:
+        return Annotated[list[str] | None, option]
     return Annotated[setting.kind | None, option]

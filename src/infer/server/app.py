@@ -24,6 +24,7 @@ from infer.server.http.cross_origin import AllowedOrigins
 from infer.server.http.error_responses import RequestBoundary, error_handlers, pass_on
 from infer.server.http.hosts import HostGuard
 from infer.server.kept_answers import KeptAnswers
+from infer.server.mcp.mcp_endpoints import McpEndpoints
 from infer.server.model_endpoints import ModelEndpoints
 from infer.server.observe.key_usage import usage_file
 from infer.server.observe.logs import log_batch, log_request
@@ -106,29 +107,27 @@ def create_app(
     bodies = BodyReader(offload, engine.model_name)
     prefixes = PublicPrefixes(settings.public_prefixes, engine)
     responses = StoredResponses(sessions, offload)
+    mcp = McpEndpoints(offload, bodies, settings)
     shared = (engine, offload, bodies, traces, prefixes, sessions, responses, kept, settings)
     pipeline = GenerationPipeline(*shared)
     views = OneServer(served) if fronts is None else FrontQueries(served, fronts)
-    limits = fronts.limits if fronts is not None and settings.api_keys is not None else None
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await engine.start()
-        if limits is not None:
-            limits.start()
         try:
-            yield
+            async with _shared_limits(fronts, settings):
+                yield
         finally:
-            if limits is not None:
-                await limits.close()
             await engine.close()
             metrics.save()
             kept.close()
             await sessions.close()
+            mcp.close()
             offload.close()
 
     of_model = ModelEndpoints(engine, offload, bodies, sessions, responses, settings)
-    rest = routes_of(views, offload, of_model, sessions, responses)
+    rest = routes_of(views, offload, of_model, sessions, responses, mcp)
     outer = layers(settings, (metrics.seen,), engine.model_name, page, fronts)
     app = Starlette(
         routes=[*map(pipeline.route, generating), *rest],
@@ -146,6 +145,22 @@ def create_app(
 def _metrics(engine: AsyncLLM, traces: RequestTraces, settings: ServerSettings) -> Metrics:
     usage = usage_file(Path(settings.api_keys)) if settings.api_keys else None
     return Metrics(engine, traces, settings.metrics_prefix, usage, settings.limits)
+
+
+@asynccontextmanager
+async def _shared_limits(
+    fronts: SeveralFronts | None, settings: ServerSettings
+) -> AsyncIterator[None]:
+    """While the block runs, the limits of keys are those of all fronts together, if there are some
+    of both."""
+    if fronts is None or settings.api_keys is None:
+        yield
+        return
+    fronts.limits.start()
+    try:
+        yield
+    finally:
+        await fronts.limits.close()
 
 
 def _apply(pipeline: GenerationPipeline, sessions: SessionRoutes, now: ServerSettings) -> None:

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from infer.server.anthropic.messages_answer import MessagesApi
 from infer.server.http.error_responses import IGNORED
+from infer.server.mcp.mcp_endpoints import McpEndpoints
 from infer.server.model_endpoints import ModelEndpoints
 from infer.server.offload import Offload
 from infer.server.openai.chat import ChatApi
@@ -53,6 +54,7 @@ Row = tuple[str, str, Callable[..., Awaitable[Any]]]
 
 EVENTS_PATH = "/v1/engine/events"
 COMPARISONS_PATH = "/v1/engine/comparisons"
+MCP_SERVERS_PATH, MCP_CALL_PATH = "/v1/mcp/servers", "/v1/mcp/call"
 
 _BYTES_AN_ENTRY = 500
 """size of an entry of a list, about"""
@@ -96,6 +98,8 @@ ROUTES: tuple[Row, ...] = (
     ("POST", "/v1/responses/{id:response}/cancel", RequestViews.cancel_response),
     ("GET", EVENTS_PATH, RequestViews.events),
     ("POST", COMPARISONS_PATH, ModelEndpoints.compare),
+    ("GET", MCP_SERVERS_PATH, McpEndpoints.mcp_servers),
+    ("POST", MCP_CALL_PATH, McpEndpoints.mcp_call),
     ("GET", "/metrics", RequestViews.metrics),
     ("GET", "/stats", RequestViews.stats),
     ("GET", "/openapi.json", ModelEndpoints.openapi),

@@ -22,6 +22,7 @@ from infer.config import (
     option,
 )
 from infer.errors import ConfigError
+from infer.server.mcp.mcp_settings import QUERY_OF_URL, TOKEN_OF_ENTRY, check_servers
 from infer.types.server_limits import (
     DEFAULT_CONNECTIONS,
     MAX_CONNECTIONS,
@@ -204,6 +205,22 @@ class ServerSettings:
         "Names, separated by commas, that a Host header may have in addition to localhost, as"
         " behind a proxy; checked only without keys, on loopback.",
     )
+    mcp_server: str | None = option(
+        None,
+        "MCP server (NAME=URL, Streamable HTTP) whose tools the page may use; may be repeated."
+        " Whoever may use this server may call them. One with a key in its URL is for"
+        " INFER_MCP_SERVER or the file of --config.",
+        secret=QUERY_OF_URL,
+        is_repeatable=True,
+    )
+    mcp_token: str | None = option(
+        None,
+        "Key of an MCP server: NAME=@FILE; may be repeated. NAME=TOKEN is for INFER_MCP_TOKEN or"
+        " the file of --config. It is sent as Authorization: Bearer, or as the header that it"
+        " names (X-Api-Key: TOKEN).",
+        secret=TOKEN_OF_ENTRY,
+        is_repeatable=True,
+    )
     limits: ServerLimits = SERVER_LIMITS
     """no option"""
 
@@ -218,6 +235,7 @@ class ServerSettings:
         for origin in self.origins:
             if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/*]+", origin):
                 raise ConfigError("cors_origins", f"{origin!r} is not an origin like https://a.org")
+        check_servers(self.mcp_server, self.mcp_token)
         for host in self.hosts:
             if not re.fullmatch(r"[A-Za-z0-9._-]+|\[[0-9a-fA-F:.]+\]", host):
                 raise ConfigError(

@@ -62,6 +62,16 @@ class ServerLimits:
     """calls of the sessions' database that run or wait; further ones are refused (503)"""
     max_database_calls_of_key: int = 16
     """those of one key; further ones get 429"""
+    max_mcp_calls: int = 32
+    """requests for MCP servers' tools, and calls of these, that run; further ones get 503"""
+    max_mcp_calls_of_key: int = 4
+    """those of one key; further ones get 429"""
+    max_mcp_bytes: int = 1024 * 1024
+    """bytes of an answer of an MCP server"""
+    mcp_list_s: float = 10.0
+    """time for an MCP server to list its tools"""
+    mcp_call_s: float = 60.0
+    """time for a call of an MCP server's tool"""
     retry_load_s: float = 15.0
     """time for which a model that could not be loaded is not tried again"""
 

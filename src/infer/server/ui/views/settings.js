@@ -46,6 +46,7 @@ class SettingsDialog extends PageDialog {
   }
 
   content() {
+    void import("./mcp_tools.js");
     if (!chats.current) return nothing;
     return html`
       <label class="field">${t("settings.system")}
@@ -79,6 +80,7 @@ class SettingsDialog extends PageDialog {
         <div class="row"><button class="plain" @click=${() => /** @type {HTMLElement} */ (this.querySelector(".tools-file")).click()}>${t("settings.tools-file")}</button>
           <input class="tools-file" type="file" hidden accept=".json,application/json" aria-label=${t("settings.tools-file")} @change=${this._toolsFile}>
           ${this.toolsFault ? html`<span class="fault-text" role="alert">${this.toolsFault}</span>` : nothing}</div>
+        <mcp-tools .conversation=${this.conversation} @switched=${() => { void chats.keepSettings(); this.tick++; }}></mcp-tools>
         ${this.conversation.tools.trim() ? this._choice() : nothing}
         ${this._json("extra", "settings.extra", "settings.extra-hint", 2, (value) => typeof value === "object" && value !== null && !Array.isArray(value))}
         <label class="check"><input type="checkbox" .checked=${Boolean(this.conversation.forgets)}

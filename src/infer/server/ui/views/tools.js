@@ -14,7 +14,15 @@ class ToolCalls extends PageElement {
     super();
     /** @type {import("../lib/records.js").Message | undefined} */
     this.message = undefined;
+    /** Calls that have run, by their place. @type {Set<number>} */
+    this._done = new Set();
     this.hears(chats, "change");
+  }
+
+  /** @param {Map<string, any>} changed */
+  willUpdate(changed) {
+    if (changed.has("message") && changed.get("message")?.id !== this.message?.id) this._done.clear();
+    if (this.message?.toolCalls?.some((call) => call.function.name.includes("__"))) void import("./mcp_call.js");
   }
 
   render() {
@@ -27,11 +35,21 @@ class ToolCalls extends PageElement {
       return html`<div class="call">
         <p>${t("tool.call", { name })}</p>
         <pre tabindex="0" aria-label=${t("tool.arguments")}>${value === undefined ? call.function.arguments : JSON.stringify(value, null, 2)}</pre>
-        ${canAnswer ? html`<label class="field">${t("tool.result-of", { name })}
+        ${canAnswer ? html`<mcp-call .call=${call} .message=${this.message} @result=${(/** @type {CustomEvent} */ event) => this._given(i, event.detail)}></mcp-call>
+          <label class="field">${t("tool.result-of", { name })}
           <textarea rows="2" dir="auto" data-call=${i}></textarea></label>` : nothing}
       </div>`;
     })}
     ${canAnswer ? html`<div class="row"><button class="main" @click=${this._send}>${t("tool.send")}</button></div>` : nothing}</div>`;
+  }
+
+  /** A call has run: once all have, what they gave goes back. @param {number} i @param {{text: string, isLate: boolean}} given */
+  _given(i, { text, isLate }) {
+    const field = /** @type {HTMLTextAreaElement | null} */ (this.querySelector(`textarea[data-call="${i}"]`));
+    if (!field || chats.tree?.conversation.id !== this.message?.conversation) return;
+    field.value = text;
+    this._done.add(i);
+    if (this._done.size === this.message?.toolCalls?.length && !isLate) this._send();
   }
 
   _send() {
