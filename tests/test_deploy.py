@@ -43,7 +43,9 @@ def tool(name: str) -> str:
 
 
 def run(*command: object) -> str:
-    done = subprocess.run([str(each) for each in command], capture_output=True, text=True)
+    done = subprocess.run(
+        [str(each) for each in command], capture_output=True, text=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -424,7 +424,7 @@ def test_models_have_presets_and_aliases(tmp_path: Path) -> None:
     assert (in_folder.max_seq_len, in_folder.max_batch_size, in_folder.seed) == (128, 4, 1)
     assert found.presets.config_of("d", "/srv/models/d").max_seq_len is None
     assert found.presets.aliases == {"best": "b", "gpt-4o": "b"}
-    assert is_valid(tomllib.loads(file.read_text()))
+    assert is_valid(tomllib.loads(file.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["sessions", "stateless", "json"])
 def url(python: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     command = [str(python), str(DRIVER), request.param]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8") as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline().strip()

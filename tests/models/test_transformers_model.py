@@ -205,7 +205,9 @@ def test_a_family_without_a_decoder_names_the_way(pairs: Pairs) -> None:
 
 
 def test_a_recurrent_family_does_not_name_the_way(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["MambaForCausalLM"]}')
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["MambaForCausalLM"]}', encoding="utf-8"
+    )
     with pytest.raises(LoadError, match="recurrent state") as error:
         find_checkpoint(str(tmp_path))
     assert "--model-impl" not in str(error.value)
@@ -269,8 +271,8 @@ def test_what_is_not_computed_is_refused_by_name(family: str, tmp_path: Path) ->
     ],
 )
 def test_odd_configs(pairs: Pairs, tmp_path: Path, change: dict[str, Any], why: str) -> None:
-    config = json.loads((pairs("Helium")[0] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    config = json.loads((pairs("Helium")[0] / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}), encoding="utf-8")
     with pytest.raises(LoadError, match=why):
         find_checkpoint(str(tmp_path), model_impl="transformers")
 

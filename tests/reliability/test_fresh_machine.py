@@ -97,7 +97,9 @@ def test_a_served_model_behind_tls_that_is_scraped(tmp_path: Path) -> None:
 
 
 def run(*command: object) -> str:
-    done = subprocess.run([str(each) for each in command], env=ENV, capture_output=True, text=True)
+    done = subprocess.run(
+        [str(each) for each in command], env=ENV, capture_output=True, text=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

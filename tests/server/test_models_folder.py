@@ -29,7 +29,7 @@ def checkpoint(folder: Path, name: str) -> Path:
         path.write_bytes(b"GGUF")
     else:
         path.mkdir()
-        (path / "config.json").write_text("{}")
+        (path / "config.json").write_text("{}", encoding="utf-8")
     return path
 
 
@@ -38,7 +38,7 @@ def test_folders_and_files_are_models_by_their_names(tmp_path: Path) -> None:
         checkpoint(tmp_path, name)
     checkpoint(tmp_path, "s-00002-of-00002.gguf")
     checkpoint(tmp_path, "mmproj-x.gguf")
-    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
     (tmp_path / "empty").mkdir()
     found = ModelsFolder(tmp_path).look()
     assert {name: path.name for name, path in found.items()} == {

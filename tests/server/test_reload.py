@@ -114,6 +114,7 @@ def test_the_end_of_a_certificate_is_said(tmp_path: Path, caplog: pytest.LogCapt
         ["openssl", "x509", "-enddate", "-noout", "-in", certificate],
         capture_output=True,
         text=True,
+        encoding="utf-8",
         check=True,
     ).stdout
     ends_at = valid_until(Path(certificate).read_text(encoding="utf-8"))

@@ -93,7 +93,7 @@ class ListedOptions(TyperCommand):
                 formatter.write_dl(records)
         if num_rare:
             formatter.write_paragraph()
-            formatter.write_text(f"{num_rare} more options: {ctx.command_path} --help-all")
+            formatter.write(f"{num_rare} more options: {ctx.command_path} --help-all\n")
 
 
 def _show_all(context: typer.Context, is_given: bool) -> None:

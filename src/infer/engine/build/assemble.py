@@ -345,15 +345,10 @@ def _build(
     has_process: bool,
 ) -> tuple[EngineCore, EngineLimits]:
     started_s = time.perf_counter()
-    dtype, device = where
+    _, device = where
     before = machine.used_bytes(device)
     begin_stage("loading the weights")
-    with reading(f"the weights of {checkpoint.name}"), verified(checkpoint):
-        if checkpoint.borrowed is None:
-            source = _source(config, checkpoint, dtype, device)
-            model = build_model(checkpoint.config, source, plan.max_seq_len)
-        else:
-            model = checkpoint.borrowed(dtype)
+    model = _load(config, checkpoint, plan, where)
     after = machine.used_bytes(device)
     _warn_of_variance(config, model, device)
     scheduler_config = _scheduler_config(config, plan, device)
@@ -395,6 +390,20 @@ def _build(
     if problem := core.try_out():
         raise LoadError(f"a first step fails, so every request would: {problem}")
     return core, limits
+
+
+def _load(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    plan: MemoryPlan,
+    where: tuple[torch.dtype, torch.device],
+) -> Model:
+    """The model with its weights, as tensors of a dtype on a device."""
+    with reading(f"the weights of {checkpoint.name}"), verified(checkpoint):
+        if checkpoint.borrowed is not None:
+            return checkpoint.borrowed(where[0])
+        source = _source(config, checkpoint, *where)
+        return build_model(checkpoint.config, source, plan.max_seq_len)
 
 
 def _keeper(
