@@ -214,8 +214,13 @@ OPEN = {
     *(("POST", path) for path in ("/v1/requests/{id}/cancel", "/v1/sessions/{id}/fork")),
     *(("POST", path) for path in ("/v1/sessions", "/v1/engine/comparisons")),
     *(("GET", "/v1/mcp/servers"), ("POST", "/v1/mcp/call")),
+    *(("POST", f"/v1/models/{action}") for action in ("load", "unload")),
+    ("GET", "/v1/requests/{id}/events"),
+    *((method, "/v1/responses/{id:response}") for method in ("GET", "DELETE")),
+    ("GET", "/v1/responses/{id:response}/input_items"),
+    ("POST", "/v1/responses/{id:response}/cancel"),
 }
-NAMES = ("/v1/models/", "/v1/requests/", "/v1/sessions/")
+NAMES = ("/v1/models/", "/v1/requests/", "/v1/sessions/", "/v1/responses/")
 """paths below which any name is possible"""
 TRICKS = (
     *("{}/-", "/-{}", "{}%2f", "{}%00", "{}/..", "/x/..{}", "{};x", "{}%20", "/./{}", "{}/%2e%2e"),
@@ -251,7 +256,7 @@ def test_every_route_and_no_other(make_engine: Callable[..., AsyncLLM]) -> None:
     async def main() -> None:
         async with serving(make_engine()) as app:
             known = {route.path for route in app.app.routes}  # type: ignore[attr-defined]
-            sample = {path.replace("{name:path}", "hash-model") for path in known}
+            sample = {path.replace("{name:model}", "hash-model") for path in known}
             assert sample == {path for _, path in OPEN}, "a route that this test does not know"
             for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "FOO"):
                 for path in sample:

@@ -126,6 +126,7 @@ def test_every_setting_is_an_option() -> None:
         "kv_cache_dtype": "int8",
         "scheduler_policy": "fcfs",
         "load_format": "dummy",
+        "model_impl": "native",
         "attention_backend": "sdpa",
         "tool_parser": "mistral",
         "reasoning_parser": "think",

