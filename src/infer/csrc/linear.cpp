@@ -92,11 +92,11 @@ void infer_linear_pack(void* handle, const uint16_t* source, long rows, long str
   run_threads(layer.kernels->pack_weight, &packing, threads);
 }
 
-void infer_linear_pack_int8(void* handle, const int8_t* source, const float* scales, long rows, long stride, long column,
-                            int threads) {
+void infer_linear_pack_int8(void* handle, const int8_t* source, const float* scales, long rows, long stride,
+                            long column, int threads) {
   const Layer& layer = *(Layer*)handle;
   const long first = column / SIDE, end = ceil_div(column + rows, SIDE);
-  Packing packing{layer, nullptr, rows, stride, column, layer.gate ? 0 : first, layer.gate ? layer.panels : end,
+  Packing packing{layer,  nullptr, rows, stride, column, layer.gate ? 0 : first, layer.gate ? layer.panels : end,
                   source, scales};
   run_threads(layer.kernels->pack_weight, &packing, threads);
 }

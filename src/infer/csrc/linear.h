@@ -146,9 +146,9 @@ struct Packing {  // rows of W that become columns from `column` on
   const Layer& layer;
   const uint16_t* source;
   long rows, stride, column;
-  long first, end;  // panels
-  const int8_t* whole = nullptr;   // instead of `source`: rows that are in int8 already, and
-  const float* scales = nullptr;   // their scales
+  long first, end;                // panels
+  const int8_t* whole = nullptr;  // instead of `source`: rows that are in int8 already, and
+  const float* scales = nullptr;  // their scales
   std::atomic<long> next{0};
 };
 
