@@ -17,7 +17,10 @@ import pytest
 from tests.support.terminals import Session, session
 
 WIDTHS = (60, 120)
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no terminals of this kind")
+pytestmark = [
+    pytest.mark.slow,  # a minute of real terminals
+    pytest.mark.skipif(sys.platform == "win32", reason="no terminals of this kind"),
+]
 
 
 @pytest.fixture(scope="module", params=WIDTHS)
