@@ -43,11 +43,13 @@ def _biases(slope, position, key, rounded, SLOPES: tl.constexpr):
     bfloat16.
     """
     if SLOPES == 0:
-        return slope[:, None]
-    if SLOPES == 2:
+        found = slope[:, None]
+    elif SLOPES == 2:
         product = slope[:, None] * key[None, :].to(tl.float32).to(tl.bfloat16).to(tl.float32)
-        return product.to(tl.bfloat16).to(tl.float32) * rounded
-    return slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+        found = product.to(tl.bfloat16).to(tl.float32) * rounded
+    else:
+        found = slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+    return found
 
 
 @triton.jit
