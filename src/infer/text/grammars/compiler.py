@@ -184,10 +184,14 @@ class Constraint:
     def follow(self, tokens: list[int]) -> None:
         """Move to the state after `tokens`; `ValueError` if the grammar does not allow them."""
         if self._num_taken > len(tokens):  # the last step was not committed
-            self._matcher.reset()
             self._num_taken = 0
+            self._reset()
         for token in tokens[self._num_taken :]:
             self.take(token)
+
+    def _reset(self) -> None:
+        """Go back to the state before all tokens."""
+        self._matcher.reset()
 
     def take(self, token: int) -> bool:
         """Take one more token; returns whether the text is complete, so no token may follow.

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Self
 
 import numpy as np
 
 from infer.text.grammars.compiler import Constraint, TokenBytes
 
 
-class BehindThoughts(Constraint):
-    """A constraint that wraps another one; see the module's docstring.
+class AroundThoughts(Constraint):
+    """A constraint of an answer's reasoning, which wraps that of the text after it.
 
     Like the wrapped one, its state is a function of the tokens of one sequence.
     """
@@ -35,6 +36,33 @@ class BehindThoughts(Constraint):
         self._vocabulary = vocabulary
         self._opening, self._closing = opening.encode(), closing.encode()
         self._num_taken = 0
+
+    def copy(self) -> Self:
+        """See `Constraint`."""
+        copied = copy.copy(self)
+        copied._answer = self._answer.copy()
+        return copied
+
+    def num_allowed(self, tokens: Iterable[int]) -> int:
+        """See `Constraint`."""
+        trial, count = self.copy(), 0
+        for token in tokens:
+            if trial.forbidden()[token]:
+                break
+            count += 1
+            if trial.take(token):
+                break
+        return count
+
+
+class BehindThoughts(AroundThoughts):
+    """See the module's docstring."""
+
+    def __init__(
+        self, answer: Constraint, vocabulary: TokenBytes, opening: str, closing: str
+    ) -> None:
+        """See `AroundThoughts`."""
+        super().__init__(answer, vocabulary, opening, closing)
         self._reset()
 
     def _reset(self) -> None:
@@ -49,14 +77,6 @@ class BehindThoughts(Constraint):
     def is_inside(self) -> bool:
         """Whether the reasoning has begun and has not ended."""
         return self._state == "inside"
-
-    def follow(self, tokens: list[int]) -> None:
-        """See `Constraint`."""
-        if self._num_taken > len(tokens):
-            self._num_taken = 0
-            self._reset()
-        for token in tokens[self._num_taken :]:
-            self.take(token)
 
     def take(self, token: int) -> bool:
         """See `Constraint`."""
@@ -73,24 +93,11 @@ class BehindThoughts(Constraint):
             self._state = "answer"
         return False
 
-    def copy(self) -> BehindThoughts:
-        """See `Constraint`."""
-        copied = copy.copy(self)
-        copied._answer = self._answer.copy()
-        return copied
-
     def num_allowed(self, tokens: Iterable[int]) -> int:
         """See `Constraint`."""
         if self._state == "answer":
             return self._answer.num_allowed(tokens)
-        trial, count = self.copy(), 0
-        for token in tokens:
-            if trial.forbidden()[token]:
-                break
-            count += 1
-            if trial.take(token):
-                break
-        return count
+        return super().num_allowed(tokens)
 
     def _take_first(self, token: int) -> bool:
         completes = False

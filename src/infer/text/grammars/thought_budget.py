@@ -8,12 +8,12 @@ engine that continues the request.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 
 import numpy as np
 
 from infer.text.grammars.compiler import Constraint, TokenBytes
+from infer.text.grammars.grammar_thoughts import AroundThoughts
 
 
 class Unconstrained(Constraint):
@@ -43,8 +43,8 @@ class Unconstrained(Constraint):
         return np.zeros(self._width, bool)
 
 
-class ThoughtBudget(Constraint):
-    """A constraint that wraps that of the answer; see the module's docstring."""
+class ThoughtBudget(AroundThoughts):
+    """See the module's docstring."""
 
     def __init__(
         self,
@@ -56,9 +56,7 @@ class ThoughtBudget(Constraint):
     ) -> None:
         """`marks`: before and behind the reasoning; the first is empty if the prompt has it.
         `budget`: maximum number of tokens of the reasoning. `ending`: tokens that end it."""
-        self._answer = answer
-        self._vocabulary = vocabulary
-        self._opening, self._closing = (mark.encode() for mark in marks)
+        super().__init__(answer, vocabulary, *marks)
         self._ending = ending
         pieces = b"".join(vocabulary.pieces[token] for token in ending)
         before, text = pieces.find(self._closing), b""
@@ -70,7 +68,6 @@ class ThoughtBudget(Constraint):
         """Number of tokens of the reasoning behind which the ending begins."""
         self._starts_at = num_before if budget < num_before else 0
         """First token of the ending that is written: there is no room for those before."""
-        self._num_taken = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -81,14 +78,6 @@ class ThoughtBudget(Constraint):
         self._place = -1
         """Number of tokens of the ending that are written; -1: it has not begun."""
         self._answer.follow([])
-
-    def follow(self, tokens: list[int]) -> None:
-        """See `Constraint`."""
-        if self._num_taken > len(tokens):
-            self._num_taken = 0
-            self._reset()
-        for token in tokens[self._num_taken :]:
-            self.take(token)
 
     def take(self, token: int) -> bool:
         """See `Constraint`."""
@@ -127,23 +116,6 @@ class ThoughtBudget(Constraint):
         rest = self._closing[len(self._begun_mark()) :]
         pieces = self._vocabulary.pieces
         return [i for i in self._vocabulary.containing(rest[:1]) if rest.startswith(pieces[i])]
-
-    def copy(self) -> ThoughtBudget:
-        """See `Constraint`."""
-        copied = copy.copy(self)
-        copied._answer = self._answer.copy()
-        return copied
-
-    def num_allowed(self, tokens: Iterable[int]) -> int:
-        """See `Constraint`."""
-        trial, count = self.copy(), 0
-        for token in tokens:
-            if trial.forbidden()[token]:
-                break
-            count += 1
-            if trial.take(token):
-                break
-        return count
 
     def forbidden(self) -> np.ndarray:
         """See `Constraint`."""
