@@ -259,7 +259,8 @@ def _placement(
         cores, count = share.cores(processors), config.num_threads or 1
         return Placement(count, cores if len(cores) >= count else ())
     spare = is_small or len(processors.chosen(config.numa)) > PINNED_FROM
-    return place(processors, machine.num_threads(config, spare), config.numa, taken)
+    count = machine.num_threads(config, spare, processors)
+    return place(processors, count, config.numa, taken)
 
 
 def _room_beside(ledger: MemoryLedger, plan: MemoryPlan) -> Callable[[], int]:

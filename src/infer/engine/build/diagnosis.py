@@ -186,7 +186,7 @@ def _cache() -> Finding:
 def _threads(config: EngineConfig, processors: Processors) -> Finding:
     if config.num_threads is not None:
         return Finding("threads", f"{config.num_threads}, as num_threads says")
-    count = hardware.default_threads(numa=config.numa)
+    count = hardware.default_threads(numa=config.numa, processors=processors)
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
         usual = processors.num_threads(numa=config.numa)
         advice = f"{usual} threads: unset OMP_NUM_THREADS" if usual > count else ""

@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from infer.config import EngineConfig
-from infer.engine.build.processors import Cpu, Numa, may_have_gpu, read_processors
+from infer.engine.build.processors import Cpu, Numa, Processors, may_have_gpu, read_processors
 from infer.errors import ConfigError
 from infer.kernels.loader import chosen_instruction_set, int8_cache_obstacle
 from infer.kernels.native import bfloat16_obstacle, quantization_obstacle
@@ -174,14 +174,14 @@ def choose_cache_dtype(
     return "int8" if pays or wanted == "int8" else dtype
 
 
-def num_threads(config: EngineConfig, spare: int = 0) -> int:
-    """The number of threads of an engine with these settings; `spare`: see `default_threads`.
+def num_threads(config: EngineConfig, spare: int = 0, processors: Processors | None = None) -> int:
+    """The number of threads of an engine with these settings; for the rest see `default_threads`.
 
     Raises `ConfigError` for more than this machine can use: each takes memory and system limits,
     and what fails for want of them would be told as something else.
     """
     if config.num_threads is None:
-        return default_threads(spare, config.numa)
+        return default_threads(spare, config.numa, processors)
     most = max(64, 4 * (os.cpu_count() or 1))
     if config.num_threads > most:
         raise ConfigError(
@@ -192,12 +192,14 @@ def num_threads(config: EngineConfig, spare: int = 0) -> int:
     return config.num_threads
 
 
-def default_threads(spare: int = 0, numa: Numa = "auto") -> int:
+def default_threads(
+    spare: int = 0, numa: Numa = "auto", processors: Processors | None = None
+) -> int:
     """Default number of threads: OMP_NUM_THREADS if set, else the cores that `Processors` chooses,
-    less `spare`."""
+    less `spare`. `processors`: the machine's, where they have been read."""
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
-    return read_processors().num_threads(spare, numa)
+    return (processors or read_processors()).num_threads(spare, numa)
 
 
 def free_bytes(device: torch.device | Cpu, share: float | None = None) -> int:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from infer.control_groups import ROOT
-from infer.engine.build.processors import Core, Numa, Processors, cpus_of
+from infer.engine.build.processors import Core, Numa, Processors, cpus_of, is_taken
 from infer.kernels.team import pin_threads
 from infer.main_memory import available_on_node
 
@@ -79,19 +80,14 @@ def place(
         cores = processors.chosen("all")
     if not cores or len(cores) < num_threads:
         return Placement(num_threads)
-    # Neighbours stay together: by node, and in a node those that nobody has taken first.
-    counts = {node: sum(core.node == node for core in cores) for node in processors.nodes}
-    ordered = sorted(
-        cores,
-        key=lambda core: (
-            bool(set(core.cpus) & set(taken)),
-            -counts[core.node],
-            core.node,
-            core.cpus,
-        ),
-    )
-    mine = tuple(ordered[:num_threads])
-    if any(set(core.cpus) & set(taken) for core in mine):
+    # Those that nobody has taken first, and neighbours together: by node.
+    counts = Counter(core.node for core in cores)
+
+    def rank(core: Core) -> tuple[bool, int, int, tuple[int, ...]]:
+        return is_taken(core, taken), -counts[core.node], core.node, core.cpus
+
+    mine = tuple(sorted(cores, key=rank)[:num_threads])
+    if any(is_taken(core, taken) for core in mine):
         # Shared with another engine: the system finds the best place for each thread.
         return Placement(num_threads)
     slow = processors.slow_beside(mine) if processors.quota is None else ()

@@ -77,7 +77,7 @@ class Processors:
         counts, free = Counter[int](), Counter[int]()
         for core in fast:
             counts[_place(core, numa)] += 1
-            free[_place(core, numa)] += not set(core.cpus) & set(taken)
+            free[_place(core, numa)] += not is_taken(core, taken)
         best = min(counts, key=lambda place: (-free[place], -counts[place], place))
         return tuple(core for core in fast if _place(core, numa) == best)
 
@@ -104,6 +104,11 @@ class Processors:
 def cpus_of(cores: Collection[Core]) -> frozenset[int]:
     """Numbers of the hyper-threads of cores."""
     return frozenset(cpu for core in cores for cpu in core.cpus)
+
+
+def is_taken(core: Core, taken: Collection[int]) -> bool:
+    """Whether a hyper-thread of a core is among the processors that others have."""
+    return not set(core.cpus).isdisjoint(taken)
 
 
 def _place(core: Core, numa: Numa) -> int:
