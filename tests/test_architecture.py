@@ -46,10 +46,11 @@ LEVELS = (
         " waiting for a file; valid text of any path; how to install an optional part",
     ),
     Level(
-        "types config files private_files kernels.loader main_memory",
+        "types config files kernels.loader main_memory",
         "records that cross a boundary; settings; files that strangers wrote; the native library;"
         " main memory",
     ),
+    Level("private_files", "files that only their owner may read"),
     Level(
         "kernels text memory_pressure requests",
         "packed and native operations; tokenizers, templates, grammars, tool calls; how much memory"

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from infer.files import MAX_CONFIG_BYTES, read_text
+
 try:
     import fcntl
 except ImportError:  # Windows; there files are not locked
@@ -71,6 +73,15 @@ def warn_if_shared(path: Path, mode: int | None = None) -> None:
         shown = f"{mode & 0o777:04o}"
         text = "%s can be read or written by others than its owner (mode %s): chmod 600 it"
         log.warning(text, path, shown)
+
+
+def secret_in(name: str) -> str:
+    """The text of a file with a secret, without blanks around it; see `warn_if_shared`. Raises
+    `OSError` and `UnicodeDecodeError` where it cannot be read."""
+    path = Path(name).expanduser()
+    text = read_text(path, MAX_CONFIG_BYTES).strip()
+    warn_if_shared(path)
+    return text
 
 
 def state_folder() -> Path:

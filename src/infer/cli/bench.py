@@ -21,7 +21,7 @@ from rich.table import Table
 
 from infer.bench.measure import BenchOptions, measure
 from infer.bench.workloads import WORKLOADS
-from infer.cli.options import ListedOptions, key_from, with_engine_options, with_options
+from infer.cli.options import ListedOptions, key_option, with_engine_options, with_options
 from infer.config import EngineConfig
 from infer.errors import ConfigError
 
@@ -109,12 +109,7 @@ def serve(
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(
-            envvar="OPENAI_API_KEY",
-            help="File with a key that is sent as a bearer token, as @FILE.",
-            callback=key_from,
-            metavar="@FILE",
-        ),
+        key_option("OPENAI_API_KEY", "File with a key that is sent as a bearer token, as @FILE."),
     ] = None,
     prompts: Annotated[
         str, typer.Option(help="ids, text, or auto = ids where the server takes them.")

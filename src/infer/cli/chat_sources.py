@@ -66,10 +66,13 @@ class Taken:
 class ChatSource(Protocol):
     """See the module's docstring."""
 
-    model: str
-    """name of the model that answers"""
-    max_tokens: int
-    """the model's context in tokens"""
+    @property
+    def model(self) -> str:
+        """Name of the model that answers."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The model's context in tokens."""
 
     def answer(
         self, messages: list[Message], sampling: Mapping[str, Any], taken: Taken, *, cut: bool
@@ -92,18 +95,18 @@ class EngineSource:
 
     def __init__(self, config: EngineConfig, notes: Console) -> None:
         """Load the model; `notes`: where to say so."""
-        self._config, self._notes = config, notes
-        self._llm = self._load(config)
+        self._notes = notes
+        self._llm = loaded(config, notes)
 
-    def _load(self, config: EngineConfig) -> LLM:
-        with self._notes.status("loading the model …"):
-            from infer.engine.llm import LLM  # this imports torch
+    @property
+    def model(self) -> str:
+        """See `ChatSource`."""
+        return self._llm.model_name
 
-            llm = LLM.from_config(config)
-        self.model, self.max_tokens = llm.model_name, llm.core.scheduler.config.max_seq_len
-        if llm.sampling_defaults.values:
-            note(self._notes, f"what is not chosen: {llm.sampling_defaults}")
-        return llm
+    @property
+    def max_tokens(self) -> int:
+        """See `ChatSource`."""
+        return self._llm.core.scheduler.config.max_seq_len
 
     def answer(
         self, messages: list[Message], sampling: Mapping[str, Any], taken: Taken, *, cut: bool
@@ -136,13 +139,24 @@ class EngineSource:
 
     def use(self, model: str) -> None:
         """See `ChatSource`."""
-        before, config = self._llm, EngineConfig.from_kwargs(model=model)
-        self._llm = self._load(config)
+        before = self._llm
+        self._llm = loaded(EngineConfig.from_kwargs(model=model), self._notes)
         before.close()
 
     def close(self) -> None:
         """See `ChatSource`."""
         self._llm.close()
+
+
+def loaded(config: EngineConfig, notes: Console) -> LLM:
+    """A model in this process; `notes`: where to say what it does by itself."""
+    with notes.status("loading the model …"):
+        from infer.engine.llm import LLM  # this imports torch
+
+        llm = LLM.from_config(config)
+    if llm.sampling_defaults.values:
+        note(notes, f"what is not chosen: {llm.sampling_defaults}")
+    return llm
 
 
 def limited(llm: LLM, sampling: SamplingParams, max_tokens: int | None) -> SamplingParams:
@@ -172,7 +186,16 @@ class ServerSource:
         """Raises `InferError` if no server answers at `url`, or has no such model."""
         self._api_key = api_key
         self._target = find_target(url, model, api_key)
-        self.model, self.max_tokens = self._target.model, self._target.window
+
+    @property
+    def model(self) -> str:
+        """See `ChatSource`."""
+        return self._target.model
+
+    @property
+    def max_tokens(self) -> int:
+        """See `ChatSource`."""
+        return self._target.window
 
     def answer(
         self, messages: list[Message], sampling: Mapping[str, Any], taken: Taken, *, cut: bool
@@ -218,7 +241,6 @@ class ServerSource:
     def use(self, model: str) -> None:
         """See `ChatSource`."""
         self._target = find_target(self._target.url, model, self._api_key)
-        self.model, self.max_tokens = self._target.model, self._target.window
 
     def close(self) -> None:
         """See `ChatSource`."""

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from infer.cli.plain import plain, visible
 from infer.errors import InferError
-from infer.models.hub import cached_checkpoints, locate, num_cached_bytes, remove_cached
+from infer.models.hub import cached_checkpoints, locate, remove_cached
 from infer.models.registry import ARCHITECTURES
 
 
@@ -60,7 +60,7 @@ def local_checkpoints(title: str) -> Table | None:
 
 def run_rm(names: list[str], *, is_sure: bool) -> None:
     """Remove checkpoints from the local hub cache, after a question unless `is_sure`."""
-    known = [checkpoint.name for checkpoint in cached_checkpoints()]
+    known = {checkpoint.name: checkpoint.num_bytes for checkpoint in cached_checkpoints()}
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.4)
@@ -68,7 +68,7 @@ def run_rm(names: list[str], *, is_sure: bool) -> None:
             where = " is a folder or file of your own, which you remove yourself"
             is_own = Path(name).exists()
             raise InferError(f"{name} is not in the local hub cache{where if is_own else hint}")
-    num_bytes = num_cached_bytes(names)
+    num_bytes = sum(known[name] for name in {*names})
     if not is_sure:
         question = f"remove {', '.join(map(visible, names))} ({num_bytes / 1e9:.2f} GB)?"
         typer.confirm(question, abort=True, err=True)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from infer.cli.options import ListedOptions, Model, key_from, with_engine_options
+from infer.cli.options import ListedOptions, Model, key_option, with_engine_options
 from infer.cli.plain import plain, print_line, visible, write_any_text
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, MAX_REPLICAS, EngineConfig
 from infer.errors import ConfigError, InferError
@@ -52,12 +52,7 @@ LOCAL_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 Url = Annotated[str, typer.Option(help="Where the server is.")]
 ApiKey = Annotated[
     str | None,
-    typer.Option(
-        help="A file with a key of the server, as @FILE.",
-        envvar="INFER_API_KEY",
-        callback=key_from,
-        metavar="@FILE",
-    ),
+    key_option("INFER_API_KEY", "A file with a key of the server, as @FILE."),
 ]
 OneModel = Annotated[str | None, typer.Option(help="Which of several models; default: the first.")]
 _IN_MODULES = {

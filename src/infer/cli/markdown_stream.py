@@ -64,6 +64,11 @@ class MarkdownStream:
             self._write("\n")
         self._column, self._at_start = 0, True
 
+    @property
+    def _is_code(self) -> bool:
+        """Whether the line is one of a block of code, its fences included."""
+        return self._in_fence or "fence" in self._styles
+
     def _go_on(self, *, is_last: bool = False) -> None:
         while self._held:
             end = self._next_end()
@@ -85,7 +90,7 @@ class MarkdownStream:
             begun = line.lstrip()
             is_long = len(begun) > LONGEST_MARK or _BREAK.search(begun) is not None
             return len(line) if newline or is_long else None
-        if self._in_fence or "fence" in self._styles:
+        if self._is_code:
             return held.index("\n") if "\n" in held else len(held)
         found = _BREAK.search(held)
         if found is None:
@@ -98,7 +103,7 @@ class MarkdownStream:
             self._end_line()
         elif self._at_start:
             self._begin_line(piece)
-        elif self._in_fence or "fence" in self._styles:
+        elif self._is_code:
             self._put(piece)
         elif piece[0] in " \t":
             self._space += piece

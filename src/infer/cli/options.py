@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -19,8 +18,7 @@ from typer.core import TyperCommand
 
 from infer.config import EngineConfig, Setting, settings_of
 from infer.errors import ConfigError
-from infer.files import MAX_CONFIG_BYTES, read_text
-from infer.private_files import warn_if_shared
+from infer.private_files import secret_in
 
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
@@ -36,13 +34,15 @@ def key_from(
     if not value.startswith("@"):
         message = "everybody on this machine can read a key in --api-key: give it as"
         raise ConfigError("api_key", f"{message} {parameter.envvar}, or a file as @FILE")
-    path = Path(value[1:]).expanduser()
     try:
-        text = read_text(path, MAX_CONFIG_BYTES).strip()
+        return secret_in(value[1:])
     except (OSError, UnicodeDecodeError):
         raise ConfigError("api_key", f"{value[1:]!r} is no file with a key") from None
-    warn_if_shared(path)
-    return text
+
+
+def key_option(variable: str, help: str) -> Any:
+    """The option of a key; `variable`: that of the environment which may have it."""
+    return typer.Option(envvar=variable, help=help, callback=key_from, metavar="@FILE")
 
 
 Model = Annotated[

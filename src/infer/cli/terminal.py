@@ -11,10 +11,9 @@ from collections.abc import Iterable
 
 from rich.console import Console
 
-from infer.cli.chat_sources import Taken, limited
+from infer.cli.chat_sources import Taken, limited, loaded
 from infer.cli.plain import note, write
 from infer.config import EngineConfig
-from infer.engine.llm import LLM
 from infer.errors import InferError
 from infer.readable_text import readable
 from infer.types import SamplingParams, TextDelta
@@ -46,11 +45,7 @@ def run_generate(
     `max_tokens`: where neither the sampling nor the model has a limit."""
     prompt = _from_stdin() if prompt == FROM_STDIN else readable(prompt)
     notes = Console(stderr=True)
-    with notes.status("loading the model …"):
-        llm = LLM.from_config(config)
-    with llm:
-        if llm.sampling_defaults.values:
-            note(notes, f"what is not chosen: {llm.sampling_defaults}")
+    with loaded(config, notes) as llm:
         pieces = llm.stream(prompt, limited(llm, sampling, max_tokens))
         write(prompt)
         _, taken = write_stream(pieces)

@@ -144,12 +144,6 @@ def cached_checkpoints() -> list[CachedCheckpoint]:
     return found
 
 
-def num_cached_bytes(names: Iterable[str]) -> int:
-    """Size of checkpoints in the local hub cache on disk, in bytes."""
-    wanted = set(names)
-    return sum(each.num_bytes for each in cached_checkpoints() if each.name in wanted)
-
-
 def remove_cached(names: Iterable[str]) -> int:
     """Remove checkpoints from the local hub cache, all revisions of each; returns how many bytes
     are free by that. Raises `LoadError` if one cannot be removed."""

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from infer.errors import ConfigError
-from infer.files import MAX_CONFIG_BYTES, read_text
+from infer.private_files import secret_in
 
 MAX_SERVERS = 16
 """MCP servers of one server"""
@@ -135,15 +134,10 @@ def _tokens_of(text: str | None) -> list[tuple[str, str]]:
 def _header_of(name: str, token: str) -> tuple[str, str]:
     """The header that a token becomes: `Authorization: Bearer`, or the one that it names."""
     if token.startswith("@"):
-        # Imported here: the settings are read before the server is.
-        from infer.private_files import warn_if_shared
-
-        path = Path(token[1:]).expanduser()
         try:
-            token = read_text(path, MAX_CONFIG_BYTES).strip()
+            token = secret_in(token[1:])
         except (OSError, UnicodeDecodeError):
             raise ConfigError("mcp_token", f"the file of {name!r} cannot be read") from None
-        warn_if_shared(path)
     if not token or not token.isascii() or not token.isprintable():
         raise ConfigError("mcp_token", f"that of {name!r} must be one line of ASCII characters")
     header, value = "Authorization", f"Bearer {token}"
