@@ -205,17 +205,55 @@ def test_a_front_knows_the_silence_of_an_engine_whose_machine_lives(world: World
 
 
 def test_commands_of_an_earlier_generation_are_ignored() -> None:
-    _, host = host_with_link()
+    replica, host = host_with_link()
     link = host.attach("front", lambda: None)
     dice = random.Random(4)
     host.command("front", told(1, Add(request("a", dice)), Reset()))
     host.command("front", told(1, Add(request("b", dice))))
     assert host.num_unfinished == 0
+    replica.step()
+    host.heartbeat()
     host.command("front", told(2, Add(request("c", dice))))
     assert host.num_unfinished == 1
     ready = [event.generation for event in heard(link.take()) if isinstance(event, Ready)]
     assert ready == [1, 2]
     assert link.take() is None
+
+
+@pytest.mark.parametrize("end", ["reset", "reconnect"])
+def test_outputs_under_way_do_not_count_for_the_same_request_sent_again(end: str) -> None:
+    replica, host = host_with_link()
+    link = host.attach("front", lambda: None)
+    wanted = request("r", random.Random(5))
+    host.command("front", told(1, Add(wanted)))
+    replica.is_cut = True  # what it computes is on its way from now on
+    replica.step()
+    replica.step()
+    if end == "reset":
+        host.command("front", told(1, Reset()))
+    else:
+        link = host.attach("front", lambda: None)
+    host.command("front", told(2, Add(wanted)))
+    link.take()
+    replica.heal()
+    for _ in range(200):
+        replica.step()
+        host.heartbeat()
+        events = heard(link.take())
+        outputs = [it for event in events if isinstance(event, Report) for it in event.outputs]
+        assert not outputs
+        if any(isinstance(event, Ready) and event.generation == 2 for event in events):
+            break
+    host.command("front", told(2, Add(wanted)))
+    for _ in range(200):
+        replica.step()
+    tokens = [
+        output.token_id
+        for event in heard(link.take())
+        if isinstance(event, Report)
+        for output in event.outputs
+    ]
+    assert tokens == solo(wanted, VOCAB_SIZE)
 
 
 def test_commands_for_an_earlier_link_are_ignored() -> None:

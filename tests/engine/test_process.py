@@ -22,6 +22,7 @@ from infer import EngineConfig, FinishReason, SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.commands import Abort, Add, Command, Reset, Stop
 from infer.errors import ConfigError, EngineDeadError, EngineError, LoadError
+from infer.replicas.host import ReplicaHost
 from infer.replicas.launch import launch
 from infer.replicas.messages import (
     Begin,
@@ -30,6 +31,7 @@ from infer.replicas.messages import (
     Draining,
     EngineHealth,
     Failing,
+    FrameBuffer,
     HasBegun,
     Heartbeat,
     Inward,
@@ -46,8 +48,10 @@ from infer.replicas.messages import (
     decode_inward,
     decode_outward,
     encode,
+    frame_of,
     reports,
 )
+from infer.replicas.process_transport import ProcessTransport
 from infer.replicas.replica import Replica
 from infer.text.checkpoint_text import TextFiles
 from infer.types import ErrorRecord, Request, Sampling, StepOutput, TokenLogprobs
@@ -428,3 +432,33 @@ def test_a_model_that_does_not_exist() -> None:
         launch(EngineConfig(model="/no/such/model"))
     with pytest.raises(ConfigError, match="max_seq_len: 9999999 exceeds"):
         launch(EngineConfig(max_seq_len=9999999))
+
+
+def test_a_host_of_links_begins_a_generation_only_when_the_process_has_ended_the_one_before() -> (
+    None
+):
+    process = ProcessTransport("tests.support.doubles:hash_blueprint", {})
+    process.begin()
+    ready = process.wait(lambda text: None)
+    replica = Replica("engine", ready.limits, process, ready=ready)
+    host = ReplicaHost(replica)
+    replica.start(host)
+    try:
+        wanted = Request("r", (1, 2, 3), SamplingParams(temperature=0), 1, 60)
+        ends_s, generation, tokens = time.monotonic() + 60, 0, list[int | None]()
+        link = host.attach("front", lambda: None)
+        while (len(tokens) < 60 or generation < 30) and time.monotonic() < ends_s:
+            for frame in FrameBuffer(link.take() or b"").frames():
+                event = decode_outward(frame)
+                if isinstance(event, Ready):
+                    generation, tokens = event.generation, []
+                    host.command("front", frame_of(Commands(generation, [Add(wanted)])))
+                elif isinstance(event, Report):
+                    tokens += [output.token_id for output in event.outputs]
+            if generation < 30 and tokens:  # the engine is in the midst of it each time
+                host.command("front", frame_of(Commands(generation, [Reset()])))
+                tokens = []
+        assert generation >= 30
+        assert tokens == solo(wanted, VOCAB_SIZE)
+    finally:
+        replica.stop()

@@ -40,7 +40,9 @@ class HashReplica:
         self.is_silent, self.silence_s, self.link_silence_s = False, 0.0, 0.0
         self.is_cut = False
         """whether nothing passes between it and the fleet; its engine goes on"""
-        self.frames: list[tuple[int, list[StepOutput], StepEvents | None]] = []
+        self.num_sent = self.num_applied = 0
+        self._num_taken = 0
+        self.frames: list[tuple[int, list[StepOutput], StepEvents | None, int]] = []
         """frames that have not arrived"""
         self.commands: list[Callable[[], object]] = []
         self.num_deaths = 0
@@ -90,6 +92,7 @@ class HashReplica:
         if generation == self.generation and self.core is not None and not self.is_abandoned:
             core = self.core
             self.commands.append(lambda: apply(core))
+            self.num_sent += 1
             if not self.is_cut:
                 self._apply_commands()
 
@@ -99,7 +102,7 @@ class HashReplica:
         except RequestError as error:
             record = ErrorRecord.of(error)
             refusal = StepOutput(request.request_id, None, FinishReason.ERROR, error=record)
-            self.frames.append((generation, [refusal], None))
+            self.frames.append((generation, [refusal], None, self._num_taken))
 
     def _reset(self) -> None:
         assert self.core is not None
@@ -110,6 +113,7 @@ class HashReplica:
     def _apply_commands(self) -> None:
         commands, self.commands = self.commands, []
         for command in commands:
+            self._num_taken += 1
             command()
 
     # ---- what a test does with it
@@ -119,6 +123,7 @@ class HashReplica:
         assert self.listener is not None
         self.generation += 1
         self.is_abandoned = False
+        self.num_sent = self.num_applied = self._num_taken = 0
         self.listener.ready(self, self.generation)
 
     def step(self) -> None:
@@ -128,6 +133,8 @@ class HashReplica:
         if not self.is_cut:
             self._apply_commands()
         if self.core is None or not self.core.has_work:
+            if self.core is not None and not self.is_cut:
+                self.num_applied = self._num_taken
             return
         try:
             outputs = self.core.step()
@@ -135,7 +142,7 @@ class HashReplica:
             self.die(from_outside=False)
             return
         self.alone = None
-        self.frames.append((self.generation, outputs, self.core.step_events))
+        self.frames.append((self.generation, outputs, self.core.step_events, self._num_taken))
         if not self.is_cut:
             self.deliver()
 
@@ -143,8 +150,10 @@ class HashReplica:
         """Have all frames arrive, those of ended generations included."""
         assert self.listener is not None
         frames, self.frames = self.frames, []
-        for frame in frames:
-            self.listener.reported(self, *frame)
+        for generation, outputs, events, num_applied in frames:
+            if generation == self.generation:
+                self.num_applied = num_applied
+            self.listener.reported(self, generation, outputs, events)
 
     def die(self, *, from_outside: bool) -> None:
         """Lose the engine; frames that have not arrived may arrive later."""

@@ -81,6 +81,8 @@ class EngineLoop:
         self._core = core
         self._send = send
         self._refused: list[StepOutput] = []
+        self.num_applied = 0
+        """commands that have been applied since the start or the last `Reset`"""
 
     def run(self) -> None:
         """Work until a stop command; called once."""
@@ -108,6 +110,7 @@ class EngineLoop:
 
     def _apply(self, command: Command) -> bool:
         """Apply a command; returns whether the loop continues."""
+        self.num_applied += 1
         match command:
             case Add(request, sent_s):
                 self._add(request, sent_s)
@@ -121,6 +124,7 @@ class EngineLoop:
             case Reset():
                 self._core.abort_all()
                 self._refused.clear()
+                self.num_applied = 0
                 self._on_reset()
                 return True
             case Stop():

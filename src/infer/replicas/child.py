@@ -199,11 +199,12 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
     _settle()  # the server takes as long until the first request
 
     def report(outputs: list[StepOutput], step_events: StepEvents | None) -> None:
-        for part in messages.reports(outputs, core.stats(), step_events):
+        for part in messages.reports(outputs, core.stats(), step_events, loop.num_applied):
             channel.send(part)
 
+    loop = EngineLoop(core, report, commands, begin_generation)
     try:
-        EngineLoop(core, report, commands, begin_generation).run()
+        loop.run()
     except Exception:
         logger.exception("the engine has failed")
         return 1

@@ -50,7 +50,8 @@ class ReplicaListener(Protocol):
         outputs: list[StepOutput],
         step_events: StepEvents | None,
     ) -> None:
-        """A step has ended. Times in `step_events` are on the clock of this process."""
+        """A step has ended, or commands have been applied without one. Times in `step_events` are on
+        the clock of this process."""
 
     def lost(self, replica: ReplicaContract, generation: int, loss: Loss) -> bool:
         """A generation has ended. Returns whether a request was to blame and has been given up;
@@ -112,6 +113,16 @@ class ReplicaContract(Protocol):
     @property
     def alone(self) -> str | None:
         """Id of the request that it computes alone now, because an engine has died with it."""
+
+    @property
+    def num_sent(self) -> int:
+        """Commands that were sent to the engine of this generation."""
+
+    @property
+    def num_applied(self) -> int:
+        """How many of them it had applied when it made what is reported now; outputs of a request
+        that one of them ended do not come any more. 0 at the end of a link, whose host waits for
+        them itself before it begins a generation."""
 
     def start(self, listener: ReplicaListener) -> None:
         """Begin to report; once."""

@@ -72,8 +72,9 @@ class FrontLink:
         """name of the front"""
         self.generation = 0
         """number of its present generation; 0 before the first"""
-        self.is_waiting = False
-        """whether its next generation begins as soon as the engine's process answers"""
+        self.begins_after: int | None = None
+        """commands that the engine must have applied before the next generation begins, so that
+        none of its outputs is of a request of an earlier one; None where none is to begin"""
         self.load = load
         """its requests"""
         self.requests: set[str] = set()
@@ -89,13 +90,13 @@ class FrontLink:
         """The front has given a sign."""
         self.heard_s = time.monotonic()
 
-    def end_generation(self) -> None:
-        """The front has ended its generation, and waits for the next one."""
-        self.is_waiting = True
+    def end_generation(self, num_commands: int) -> None:
+        """The next generation begins when the engine has applied so many commands."""
+        self.begins_after = num_commands
 
     def begin(self, load: ReplicaLoad, generation: int) -> None:
         """Another generation begins, with nothing to do."""
-        self.generation, self.load, self.is_waiting = generation, load, False
+        self.generation, self.load, self.begins_after = generation, load, None
 
     def put(self, event: Event | Heartbeat) -> bool:
         """Queue an event; returns False, and closes the link, where the queue is full."""
@@ -151,7 +152,7 @@ class ReplicaHost:
             if self._drain_timeout_s is not None:
                 link.put(Draining(self._drain_timeout_s))
             elif self._generation:
-                self._begin(link)
+                self._begin_soon(link)
             return link
 
     def detach(self, front: str, only: FrontLink | None = None) -> None:
@@ -186,8 +187,7 @@ class ReplicaHost:
                     self.detach(link.front)
                 else:
                     self._send_heartbeat(link)
-                    if link.is_waiting and self._generation and not self._is_silent:
-                        self._begin(link)
+            self._begin_those_due()
 
     def drain(self, timeout_s: float) -> None:
         """Tell all fronts that this engine will end."""
@@ -240,6 +240,7 @@ class ReplicaHost:
             if generation != self._generation:
                 return
             self._measure(step_events)
+            self._begin_those_due()
             parts: dict[str, list[StepOutput]] = {name: [] for name in self._links}
             for output in outputs:
                 if (link := self._owners.get(output.request_id)) is None:
@@ -297,6 +298,18 @@ class ReplicaHost:
     def _is_silent(self) -> bool:
         return self.replica.link_silence_s > SILENT_S
 
+    def _begin_soon(self, link: FrontLink) -> None:
+        """Begin a generation, when the engine's process answers and has applied what was sent."""
+        link.end_generation(self.replica.num_sent)
+        self._begin_those_due()
+
+    def _begin_those_due(self) -> None:
+        if not self._generation or self.is_draining or self._is_silent:
+            return
+        for link in self._links.values():
+            if link.begins_after is not None and self.replica.num_applied >= link.begins_after:
+                self._begin(link)
+
     def _begin(self, link: FrontLink) -> None:
         replica = self.replica
         link.begin(ReplicaLoad(link.front, replica.limits), self._next_generation)
@@ -315,7 +328,7 @@ class ReplicaHost:
         link.put(Heartbeat(health))
 
     def _obey(self, link: FrontLink, generation: int, command: Command) -> None:
-        if generation != link.generation or not self._generation:
+        if generation != link.generation or link.begins_after is not None or not self._generation:
             return
         match command:
             case Add(request):
@@ -332,9 +345,7 @@ class ReplicaHost:
             case Reset():
                 self._drop_requests(link)
                 if not self.is_draining:
-                    link.end_generation()
-                    if not self._is_silent:
-                        self._begin(link)
+                    self._begin_soon(link)
             case Stop():
                 log.warning("%s wants to stop an engine that serves others", link.front)
             case _:

@@ -115,6 +115,9 @@ class Report(msgspec.Struct, array_like=True, tag="report"):
     outputs: list[StepOutput]
     stats: EngineStats
     step_events: StepEvents | None = None
+    num_applied: int = 0
+    """commands of this generation that the engine of a process had applied before; not counted for
+    the client of a link"""
 
 
 class PromptScores(msgspec.Struct, array_like=True, tag="scores"):
@@ -127,7 +130,10 @@ class PromptScores(msgspec.Struct, array_like=True, tag="scores"):
 
 
 def reports(
-    outputs: list[StepOutput], stats: EngineStats, step_events: StepEvents | None
+    outputs: list[StepOutput],
+    stats: EngineStats,
+    step_events: StepEvents | None,
+    num_applied: int = 0,
 ) -> Iterator[PromptScores | Report]:
     """A step's outputs, and before them the log-probabilities of prompts, in small frames: those of
     a long prompt are millions of numbers, and whoever reads them at once keeps the interpreter for
@@ -142,7 +148,7 @@ def reports(
                 part = entries[start : start + size]
                 yield PromptScores(output.request_id, len(part), _encode(part))
     rest = [it._replace(prompt_logprobs=None) if it.prompt_logprobs else it for it in outputs]
-    yield Report(rest, stats, step_events)
+    yield Report(rest, stats, step_events, num_applied)
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):

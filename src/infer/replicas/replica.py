@@ -81,6 +81,7 @@ class Replica:
         self._heard_s = self._reported_s = time.monotonic()
         """when something has come, and when the engine has reported"""
         self._alone: str | None = None
+        self._num_sent = self._num_applied = 0
         self._is_working = self._has_future = True
         """whether the engine works, and whether it does or is being started; as far as is known"""
         self._scores = messages.ScoreCollector()
@@ -138,6 +139,16 @@ class Replica:
         """See `ReplicaContract`."""
         return self._alone
 
+    @property
+    def num_sent(self) -> int:
+        """See `ReplicaContract`."""
+        return self._num_sent
+
+    @property
+    def num_applied(self) -> int:
+        """See `ReplicaContract`."""
+        return self._num_applied
+
     def start(self, listener: ReplicaListener) -> None:
         """See `ReplicaContract`."""
         if self._is_stopped:
@@ -194,6 +205,7 @@ class Replica:
             if generation == self._generation and self._is_present:
                 if isinstance(command, Reset):
                     self._is_abandoned = True
+                self._num_sent += 1
                 self.transport.send(generation, command)
 
     def _end(self) -> None:
@@ -219,9 +231,10 @@ class Replica:
         match event:
             case messages.Report():
                 self._heard_s = self._reported_s = now_s
-                self._alone = None
+                has_obeyed = event.num_applied != self._num_applied
+                self._alone, self._num_applied = None, event.num_applied
                 outputs = self._scores.complete(event.outputs) if event.outputs else []
-                if self._is_present and (outputs or event.step_events):
+                if self._is_present and (outputs or event.step_events or has_obeyed):
                     listener.reported(self, self._generation, outputs, event.step_events)
             case messages.Heartbeat():
                 self._note_heartbeat(event, now_s)
@@ -264,6 +277,7 @@ class Replica:
         with self._lock:
             self._generation, self._has_engine, self._is_abandoned = ready.generation, True, False
             self._fingerprint = ready.fingerprint
+            self._num_sent = self._num_applied = 0
             self._heard_s = self._reported_s = time.monotonic()
             self._alone, self._is_working, self._has_future = None, True, True
         num_requests = listener.ready(self, ready.generation)
