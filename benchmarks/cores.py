@@ -3,10 +3,10 @@
 Each round goes through the numbers of cores, and at each asks both engines for 1, 8 and 32 requests
 of 128 tokens in and 64 out, and for a prompt of 1,024 tokens, one engine after the other; a process
 ends before the next one begins. Ours lives where a server's engine would (`Placement`), the other
-one on the same processors. FILE may be `shipped` or the folder of a checkpoint, for ours alone
-(a folder has random weights). `sh peers/setup.sh llamacpp` builds the other engine. The result is a
-file of benchmarks/results, from which performance.py makes a table; a number of cores that this
-machine has not stands in it as not measured.
+one on the same processors. FILE may be the folder of a checkpoint, of which ours has the shape with
+random weights. `sh peers/setup.sh llamacpp` builds the other engine. The result is a file of
+benchmarks/results, from which performance.py makes a table; a number of cores that this machine has
+not stands in it as not measured.
 """
 
 from __future__ import annotations
@@ -46,11 +46,10 @@ def engine_of(file: str, dtype: str, num_threads: int) -> Any:
     """Our engine, for all loads."""
     from infer import LLM
 
-    settings: dict[str, Any] = {"num_threads": num_threads, "dtype": dtype or "auto"}
-    if file != "shipped":
-        settings |= {"model": file, "max_seq_len": 2048}
-        settings |= {} if file.endswith(".gguf") else {"load_format": "dummy"}
-    return LLM(max_batch_size=32, kv_cache_memory_bytes=1 << 30, **settings)
+    settings: dict[str, Any] = {"num_threads": num_threads, "max_seq_len": 2048}
+    settings["load_format"] = "auto" if file.endswith(".gguf") else "dummy"
+    settings |= {"max_batch_size": 32, "kv_cache_memory_bytes": 1 << 30}
+    return LLM(file, dtype=dtype or "auto", **settings)
 
 
 def serve(file: str, dtype: str, num_threads: int) -> None:
@@ -58,24 +57,17 @@ def serve(file: str, dtype: str, num_threads: int) -> None:
     processors = read_processors()
     live_on(place(processors, num_threads, "all"), processors)
     llm = engine_of(file, dtype, num_threads)
-    for load in loads_of(file).values():
+    for load in files.LOADS.values():
         files.ours(llm, *load[:2], min(8, load[2]))  # warm
     for line in sys.stdin:
-        print(json.dumps(files.ours(llm, *loads_of(file)[line.strip()])), flush=True)
-
-
-def loads_of(file: str) -> dict[str, tuple[int, int, int]]:
-    """Those of files.py; the model that ships has 512 positions."""
-    if file != "shipped":
-        return files.LOADS
-    return {name: (num, min(length, 500), out) for name, (num, length, out) in files.LOADS.items()}
+        print(json.dumps(files.ours(llm, *files.LOADS[line.strip()])), flush=True)
 
 
 class Ours:
     """Our engine in a process, asleep between loads."""
 
     def __init__(self, file: str, dtype: str, num_threads: int) -> None:
-        own = ["--serve", file, "--dtype", dtype, "--threads", str(num_threads)]
+        own = [file, "--serve", "--dtype", dtype, "--threads", str(num_threads)]
         self.process = subprocess.Popen(
             [sys.executable, __file__, *own],
             stdin=subprocess.PIPE,
@@ -114,7 +106,7 @@ def measure(file: str, dtype: str, counts: Sequence[int], processors: Processors
         placement = place(processors, count, "all")
         ours = Ours(file, dtype, count)
         try:
-            for number, load in enumerate(loads_of(file)):
+            for number, load in enumerate(files.LOADS):
                 rates: dict[str, float | None] = {}
                 for engine in ENGINES if number % 2 else reversed(ENGINES):
                     one = ours(load) if engine == "ours" else theirs(file, load, placement)
@@ -154,8 +146,8 @@ def table(document: dict[str, Any]) -> str:
 def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", nargs="?", default="shipped", help="FILE.gguf[:DTYPE]")
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("file", help="FILE.gguf[:DTYPE], or a folder")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="", help=argparse.SUPPRESS)
     parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--counts", type=lambda text: [int(n) for n in text.split(",")], default=[])
@@ -163,7 +155,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="results/cores-NAME.json")
     options = parser.parse_args()
     if options.serve:
-        return serve(options.serve, options.dtype, options.threads)
+        return serve(options.file, options.dtype, options.threads)
     file, _, dtype = options.file.partition(":")
     processors = read_processors()
     counts, missing = counts_of(len(processors.cores) or processors.num_others, options.counts)
@@ -171,10 +163,10 @@ def main() -> None:
     document = {
         "model": Path(file).name,
         "dtype": dtype or "auto",
-        "machine": environment(),
+        **environment(),
         "counts": counts,
         "not_measured": missing,
-        "loads": loads_of(file),
+        "loads": files.LOADS,
         "rounds": rounds,
     }
     if options.out:
