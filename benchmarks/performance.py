@@ -5,7 +5,8 @@ benchmarks/results/: `peers-*.json` of peers/run.py (`zen4-*.json`: of another m
 `avx2-*.json`: kept to AVX2, `icelake-*.json`: a third machine, kept to AVX2), `floor-*.json` of
 floor.py, and results of `infer bench` that are named WORKLOAD-LABEL.json. Results of the same
 workload are compared with each other (`modes-zen4-*.json`: of another machine, in one table).
-`batching-*.json` of batching_modes.py have a table and a plot each.
+`batching-*.json` of batching_modes.py have a table and a plot each, `cores-*.json` of cores.py a
+table.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from infer.engine.build import exactness
 HERE = Path(__file__).parent
 RESULTS, PAGE = HERE / "results", HERE.parent / "docs" / "performance.md"
 PLOTS = PAGE.parent / "performance"
-sys.path.insert(0, str(HERE / "peers"))
+sys.path[:0] = [str(HERE), str(HERE / "peers")]
+import cores  # noqa: E402
 from run import tables  # noqa: E402
 
 COLOURS = {"ours": "#0072B2", "openvino": "#E69F00", "vllm": "#009E73", "llamacpp": "#D55E00"}
@@ -247,6 +249,17 @@ def plans() -> str:
     return table(["", "10⁹ weights", "weights GiB", "cache GiB", "sequences"], rows)
 
 
+def many_cores() -> str:
+    """The tables of cores.py."""
+    sections = []
+    for file in sorted(RESULTS.glob("cores-*.json")):
+        document = load(file.name)
+        cpu, num = document["machine"]["cpu"], len(document["rounds"])
+        about = f"{document['model']}, {document['dtype']}, {cpu}; rounds: {num}; tok/s"
+        sections.append(f"{about}\n\n{cores.table(document)}")
+    return "\n".join(sections)
+
+
 def main() -> None:
     """Write the page and its plots."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
@@ -263,6 +276,7 @@ def main() -> None:
         sections.append(f"Not recorded yet: {missing}.\n")
     text = text.replace("{{batching}}", "\n".join(sections))
     text = text.replace("{{plans}}", plans())
+    text = text.replace("{{cores}}", many_cores())
     text = text.replace("{{exactness}}", exactness.table())
     text = text.replace("{{modes-zen4}}", summaries(sorted(RESULTS.glob("modes-zen4-*.json"))))
     while "{{" in text:

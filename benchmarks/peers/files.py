@@ -15,6 +15,7 @@ import random
 import statistics
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from infer import LLM, SamplingParams
@@ -25,12 +26,26 @@ LOADS = {"1": (1, 128, 64), "8": (8, 128, 64), "32": (32, 128, 64), "prompt": (1
 PEERS = Path(os.environ.get("INFER_PEERS", Path.home() / ".cache" / "infer-peers"))
 
 
-def theirs(file: str, num: int, input_len: int, output_len: int) -> float:
-    """Tokens a second of llama-batched-bench: of the prompt, or of what is generated."""
+def bench_program() -> Path:
+    """The program of llama.cpp that is measured."""
+    return PEERS / "llamacpp/build/bin/llama-batched-bench"
+
+
+def theirs(
+    file: str,
+    num: int,
+    input_len: int,
+    output_len: int,
+    *,
+    threads: int = THREADS,
+    before: Sequence[str] = (),
+) -> float:
+    """Tokens a second of llama-batched-bench: of the prompt, or of what is generated. `before`: the
+    command that starts it."""
     room = -(-(input_len + output_len) // 256) * 256
-    options = {"-m": file, "-t": THREADS, "-c": num * room, "-npp": input_len, "-npl": num}
+    options = {"-m": file, "-t": threads, "-c": num * room, "-npp": input_len, "-npl": num}
     options |= {"-ntg": max(1, output_len - 1), "--output-format": "jsonl", "-fa": "off"}
-    command = [str(PEERS / "llamacpp/build/bin/llama-batched-bench")]
+    command = [*before, str(bench_program())]
     for name, value in options.items():
         command += [name, str(value)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8")

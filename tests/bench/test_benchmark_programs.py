@@ -187,3 +187,22 @@ def test_the_page_of_performance_is_made_from_the_results(
     assert (tmp_path / "performance.md").read_text(encoding="utf-8") == (
         ROOT / "docs/performance.md"
     ).read_text(encoding="utf-8")
+
+
+def test_numbers_of_cores_that_are_not_here_are_not_measured(load: Load) -> None:
+    cores = load("cores")
+    assert cores.counts_of(6) == ([1, 2, 4, 6], [8, 16, 32, 48, 64])
+    assert cores.counts_of(2, [2, 1, 128]) == ([1, 2], [128])
+    rounds = [
+        {"1": {"8": {"ours": rate, "llamacpp": None}}, "2": {"8": {"ours": 15.0, "llamacpp": 4.0}}}
+        for rate in (9.0, 10.0, 100.0)
+    ]
+    document = {"counts": [1, 2], "not_measured": [4], "loads": {"8": ()}, "rounds": rounds}
+    assert cores.table(document).splitlines()[2:] == [
+        "| 1 | ours | 10.0 (100%) |",
+        "| 1 | llamacpp | not measured |",
+        "| 2 | ours | 15.0 (75%) |",
+        "| 2 | llamacpp | 4.0 |",
+        "| 4 | ours | not measured |",
+        "| 4 | llamacpp | not measured |",
+    ]

@@ -81,6 +81,39 @@ def test_a_socket_with_its_sub_nodes_by_default(
     assert all(len(each) == 2 for each in placement.lists()), "both hyper-threads of a core"
 
 
+@pytest.mark.parametrize(("make", "of_node"), [(xeon_snc3, 20), (epyc_nps4, 16)])
+def test_each_thread_says_its_node(
+    make: Callable[[Path], Processors], of_node: int, tmp_path: Path
+) -> None:
+    found = make(tmp_path)
+    placement = place(found, found.num_threads())
+    nodes = placement.nodes_of_threads()
+    assert nodes == [node for node in placement.nodes for _ in range(of_node)]
+    beside = place(found, found.num_threads(), taken=placement.cpus)
+    assert set(beside.nodes_of_threads() or ()) == {node + len(placement.nodes) for node in nodes}
+    one_less = place(found, found.num_threads(spare=1)).nodes_of_threads()
+    assert one_less == nodes[:-1], "neighbours together, whatever their number"
+    assert place(found, of_node).nodes_of_threads() is None, "one node"
+    assert place(found, 4).nodes_of_threads() is None, "threads that move are of no node"
+
+
+@pytest.mark.skipif(not NATIVE, reason="no kernels")
+def test_a_process_on_several_nodes_divides_layers_and_heads_among_them(
+    settled: list[frozenset[int]], tmp_path: Path
+) -> None:
+    from infer.kernels.team import HeadSlice, head_slices
+
+    found = epyc_nps4(tmp_path)
+    try:
+        live_on(place(found, 64, taken=place(found, 64).cpus), found)
+        assert head_slices(8) == [HeadSlice(2 * i, 2 * i + 2, 4 + i) for i in range(4)]
+        live_on(place(found, 16), found)
+        assert head_slices(8) == [HeadSlice(0, 8, None)]
+    finally:
+        live_on(Placement(1), found)
+    assert settled[0] == cpus_of([core for core in found.cores if core.socket == 1])
+
+
 def test_free_memory_is_that_of_the_nodes_that_are_used(tmp_path: Path) -> None:
     found = xeon_snc3(tmp_path)
     assert available_on_node(2, tmp_path) == 1024 * (1002 + (100 + 60 + 40) // 2)

@@ -353,7 +353,7 @@ class World {
     Aligned keys(num_pages * s_.page_size * s_.G * cell), values(num_pages * s_.page_size * s_.G * cell);
     std::vector<char> results((size_t)(total_ * s_.H * s_.D * size));
     void* plan = infer_attention_new(isa, s_.H, s_.G, s_.D, s_.page_size, s_.element, (float)(1 / std::sqrt(s_.D)), 0,
-                                     nullptr, 0, &s_.window, 1);
+                                     nullptr, 0, &s_.window, 1, num_pages);
     if (!plan) return {};
     for (long done = 0;; done += chunk) {
       std::vector<int64_t> starts{0}, lengths, slots, tables;
@@ -489,7 +489,7 @@ std::vector<uint16_t> rotated_keys(const char* isa, int D, bool with_norms) {
   for (int t = 0; t < TOKENS; ++t) slots.push_back(t);
   Aligned keys(3 * PAGE * HEADS * D * 2), values(3 * PAGE * HEADS * D * 2);
   std::vector<uint16_t> out((size_t)(TOKENS * HEADS * D));
-  void* plan = infer_attention_new(isa, HEADS, HEADS, D, PAGE, 2, 1.f, 0, nullptr, 0, &window, 1);
+  void* plan = infer_attention_new(isa, HEADS, HEADS, D, PAGE, 2, 1.f, 0, nullptr, 0, &window, 1, 0);
   infer_attention_plan(plan, 1, starts, lengths, slots.data(), table, 3, 1);
   const float* norms = with_norms ? norm.data() : nullptr;
   infer_attention_attend(plan, 0, keys.at, values.at, q.data(), q.data(), q.data(), out.data(), HEADS * D, HEADS * D,
@@ -547,6 +547,43 @@ void check_threads(Extent extent) {
   for (std::thread& caller : callers) caller.join();
   check(!wrong, "threads: %ld calls gave other bits", wrong.load());
   infer_govern_threads(1);
+}
+
+// Computes something in a thread whose team lives on some NUMA nodes.
+template <class Body>
+void on_nodes(int num_nodes, Body body) {
+  constexpr int THREADS = 8;
+  int ends[THREADS] = {}, nodes[THREADS];
+  for (int i = 0; i < THREADS; ++i) nodes[i] = i * num_nodes / THREADS;
+  infer_govern_threads(0);
+  infer_pin_threads(ends, ends, nodes, THREADS, THREADS);
+  std::thread(body).join();
+  infer_pin_threads(nullptr, nullptr, nullptr, 0, 0);
+  infer_govern_threads(1);
+}
+
+// Weights and caches that are divided among nodes, and panels whose steps two threads share.
+void check_nodes(const char* isa) {
+  const World world({6, 3, 64, 2, 16, 0}, {37, 1, 150}), whole({6, 3, 64, 4, 16, 0}, {37, 1, 150});
+  const std::vector<char> narrow = world.run(isa, 1000, 1), wide = whole.run(isa, 1000, 1);
+  for (const int bits : {16, 8}) {
+    const LinearShape shape{512, 1000, bits, 0, false, false};
+    const std::vector<uint16_t> weight = random_bfloat16(shape.N * shape.K, 0.04, 41),
+                                x = random_bfloat16(40 * shape.K, 1, 42);
+    const std::vector<uint16_t> alone = LinearLayer(isa, shape, weight, {}, {})(x.data(), 40, nullptr, 1);
+    for (const int num_nodes : {1, 2, 3})
+      on_nodes(num_nodes, [&] {
+        const LinearLayer layer(isa, shape, weight, {}, {});
+        for (const long M : {1L, 5L, 40L})
+          for (const int threads : {3, 7, 8}) {
+            const std::vector<uint16_t> some = layer(x.data(), M, nullptr, threads);
+            check(std::equal(some.begin(), some.end(), alone.begin()), "%s: bits %d, %ld rows: other bits on %d nodes",
+                  isa, bits, M, num_nodes);
+          }
+        check(world.run(isa, 29, 5) == narrow, "%s: attention in bfloat16: other bits on %d nodes", isa, num_nodes);
+        check(whole.run(isa, 300, 8) == wide, "%s: attention in float32: other bits on %d nodes", isa, num_nodes);
+      });
+  }
 }
 
 // A machine in virtual time: calls of a millisecond of work, beside others that want some of its processors.
@@ -630,6 +667,7 @@ void check_all(const char* isa, Extent extent) {
     for (const bool with_norms : {false, true})
       check(rotated_keys(isa, D, with_norms) == rotated_keys("portable", D, with_norms),
             "%s: keys of D %d are rotated to other bits", isa, D);
+  check_nodes(isa);
   const std::vector<int64_t> tokens = drawn_tokens("portable"), own = drawn_tokens(isa);
   check(tokens == own, "%s: other tokens are drawn", isa);
   check(std::any_of(own.begin(), own.end(), [&](int64_t token) { return token != own[0]; }), "%s: one token", isa);

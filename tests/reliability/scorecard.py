@@ -246,6 +246,13 @@ ROWS = (
         ),
     ),
     Row(
+        "M1",
+        "a limit of 1 GiB",
+        (f"{HERE}/test_memory_limit.py",),
+        "SmolLM2 in a control group, which needs one that may be made; what the kernel has ended is"
+        " read from its counters",
+    ),
+    Row(
         "C1",
         "limits of a key over four fronts",
         (

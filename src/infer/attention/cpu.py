@@ -58,13 +58,14 @@ class NativeBackend:
         slopes: Sequence[float] = (),
         rounded: float | None = None,
         windows: Sequence[int | None] = (),
+        by_node: bool = False,
     ) -> None:
         """`keys`, `values`: the KV cache of each layer, [pages, page_size, G, D].
 
         In int8 they are [pages, page_size, G, D + 4], and queries are bfloat16. The order of the
         bytes within a page depends on the instruction set. The other arguments are those of
-        `AttentionArguments`; `windows` may be (): none. `ValueError` with the reason if the kernel
-        cannot be used.
+        `AttentionArguments`; `windows` may be (): none. `by_node`: whether the caches are divided
+        among NUMA nodes (`KVStorage`). `ValueError` with the reason if the kernel cannot be used.
         """
         _, page_size, num_kv_heads, head_dim = keys[0].shape
         self._dtype = held = keys[0].dtype
@@ -88,7 +89,7 @@ class NativeBackend:
         self._handle = self._library.infer_attention_new(
             *(self.isa.encode(), num_heads, num_kv_heads, head_dim, page_size, held.itemsize),
             *(scale, softcap or 0.0, kept.data_ptr() if slopes else None),
-            *(rounded or 0.0, *numbers.buffer_info()),
+            *(rounded or 0.0, *numbers.buffer_info(), len(keys[0]) if by_node else 0),
         )
         weakref.finalize(self, self._library.infer_attention_free, self._handle)
         self._attend = functools.partial(self._library.infer_attention_attend, self._handle)

@@ -94,8 +94,12 @@ void infer_govern_threads(int wanted);
 // The processors of each thread of a call, for teams that begin from now on: those of thread i are cpus[ends[i - 1]] to
 // cpus[ends[i] - 1]. Thread 0 is the caller, which stays where it is. Threads from num_fast on are on slower cores: they
 // take part in calls with many rows, beyond the number that is wanted. num_threads 0, as at first: all threads are
-// wherever the system puts them.
-void infer_pin_threads(const int* cpus, const int* ends, int num_threads, int num_fast);
+// wherever the system puts them. nodes [num_threads]: the NUMA node of each thread, as the system numbers them; the
+// weights of layers that are made from now on are divided among them. Null: one.
+void infer_pin_threads(const int* cpus, const int* ends, const int* nodes, int num_threads, int num_fast);
+
+// Has whole pages of memory come from a NUMA node when they are first written, if it has some left.
+void infer_prefer_node(void* from, long bytes, int node);
 
 // The calls of this thread are executed by the threads of an OpenMP runtime, whose GOMP_parallel this is; null, as at
 // first: by a team.
@@ -109,10 +113,17 @@ int infer_company(int64_t* numbers);
 // 256 numbers a head and pages of strips (attention_bytes.h), with everything else in bfloat16. `cap`: scores become cap · tanh(score / cap); 0:
 // none. `slopes` [H], copied: a key n positions before a query has its score lowered by slope · n; null: none.
 // `rounded`: if not 0, the key at position j has rounded · slope · j added instead, with slope · j in bfloat16.
-// `windows` [num_windows]: 0 = none. Null if the instruction set does not have it.
+// `windows` [num_windows]: 0 = none. `num_pages`: of the caches; they are divided among the NUMA nodes of the threads,
+// the heads of a node together, page by page, then those of the next one. 0: the heads of a cell lie together. Null if
+// the instruction set does not have it.
 void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_size, int element, float scale,
-                          float cap, const float* slopes, float rounded, const int64_t* windows, int num_windows);
+                          float cap, const float* slopes, float rounded, const int64_t* windows, int num_windows,
+                          long num_pages);
 void infer_attention_free(void* plan);
+
+// How caches with G heads made now are divided among the NUMA nodes of the threads: ends [8], behind the heads of each
+// node, and its number in the system, nodes [8]. Returns how many they are.
+int infer_attention_heads(int G, int* ends, int* nodes);
 
 // Divides a step into work items and returns their number. starts [B + 1], lengths [B], slots [T],
 // tables [B, table_width]; slots and tables are kept, not copied.
@@ -177,6 +188,11 @@ void infer_linear_columns(void* layer, const int64_t* columns, long count, uint1
 // y] may be null; y is dense.
 void infer_linear(void* layer, const uint16_t* x, long x_stride, const uint16_t* residual, char* y, long M,
                   int threads);
+
+// The parts into which products of M rows, at most 1,024, are cut for some threads, in the order in which they are taken:
+// parts [most, 6], of which as many are written as there are, at most: node (an index), panel, end of the panels, block
+// of rows, step, end of the steps. Returns their number.
+long infer_linear_parts(void* layer, long M, int threads, int64_t* parts, long most);
 
 // rows [R, n] of logits without NaN, n a multiple of 16; tops [R, num_tops]: the largest of each row is among
 // them; wanted, tokens [count].

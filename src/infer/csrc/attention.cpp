@@ -11,7 +11,7 @@
 #include "attention.h"
 
 #include "isa/dispatch.h"
-#include "threads.h"
+#include "parts.h"
 
 namespace {
 
@@ -36,14 +36,17 @@ struct Cut {  // the items of a step for one window
   std::vector<Item> items;
   std::vector<Join> joins;
   double cost = 0;
+  std::vector<long> ends;  // of the items of each node
 };
 
 struct AttentionPlan {
   const IsaKernels& isa;
   RunItem run;
-  WriteCell write;  // a cell of a strip
-  bool tiles;       // in use
-  bool strips;
+  WriteCell write;         // a cell of a strip
+  bool tiles;              // in use
+  long strip, head_bytes;  // as in LayerCall
+  std::vector<HeadPlace> heads;
+  std::vector<long> head_ends;  // of each node
   int H, G, D, element;
   long page_size;
   float scale, cap, rounded;
@@ -56,6 +59,16 @@ struct AttentionPlan {
   std::vector<Cut> cuts{};  // one per window
   std::vector<float> workspace{};
 };
+
+int node_of(const AttentionPlan& e, int group) {
+  int node = 0;
+  while (group >= e.head_ends[(size_t)node]) ++node;
+  return node;
+}
+// Behind `groups` heads from `group` on, which are of one node.
+int end_of_heads(const AttentionPlan& e, int group, int groups) {
+  return std::min(group + groups, (int)e.head_ends[(size_t)node_of(e, group)]);
+}
 
 int tokens_together(const AttentionPlan& e) { return std::max<int64_t>(1, TILE_FLOATS / (e.D * (e.H / e.G))); }
 
@@ -75,9 +88,9 @@ void cut_item(const AttentionPlan& e, Cut& cut, Item item, int64_t window, doubl
   const int64_t wish = (int64_t)std::ceil(cost * groups / share);
   const int64_t parts = std::clamp<int64_t>(wish, 1, last - first);
   if (wish > parts) groups = std::max<int64_t>(1, groups * parts / wish);
-  for (int group = 0; group < e.G; group += groups) {
+  for (int group = 0; group < e.G; group = item.group_end) {
     item.group = group;
-    item.group_end = std::min(group + groups, e.G);
+    item.group_end = end_of_heads(e, group, groups);
     item.join = parts > 1 ? (int)cut.joins.size() : -1;
     item.cost = cost * (item.group_end - group) / parts;
     for (int64_t i = 0; i < parts; ++i) {
@@ -100,9 +113,9 @@ void cut_shared(const AttentionPlan& e, Cut& cut, Item shared, const int64_t* le
   const int64_t wish = (int64_t)std::ceil(cost * e.G / share);
   const int64_t parts = std::clamp<int64_t>(wish, 1, num_segments);
   const int groups = (int)(wish > parts ? std::max<int64_t>(1, e.G * parts / wish) : e.G);
-  for (int group = 0; group < e.G; group += groups) {
+  for (int group = 0; group < e.G; group = shared.group_end) {
     shared.group = group;
-    shared.group_end = std::min(group + groups, e.G);
+    shared.group_end = end_of_heads(e, group, groups);
     shared.join = (int)cut.joins.size();
     shared.cost = cost * (shared.group_end - group) / parts;
     for (int64_t i = 0; i < parts; ++i) {
@@ -188,7 +201,14 @@ size_t cut_step(const AttentionPlan& e, Cut& cut, int64_t window, int B, const i
       cut_shared(e, cut, item, lengths, share, floats);
     else
       cut_item(e, cut, item, window, share, floats);
-  std::stable_sort(cut.items.begin(), cut.items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  const auto order = [&](const Item& a, const Item& b) {
+    const int one = node_of(e, a.group), other = node_of(e, b.group);
+    return one != other ? one < other : a.cost > b.cost;
+  };
+  std::stable_sort(cut.items.begin(), cut.items.end(), order);
+  cut.ends.assign(e.head_ends.size(), 0);
+  for (const Item& item : cut.items) ++cut.ends[(size_t)node_of(e, item.group)];
+  for (size_t node = 1; node < cut.ends.size(); ++node) cut.ends[node] += cut.ends[node - 1];
   return floats;
 }
 
@@ -201,9 +221,22 @@ struct Writing {
   const char *k, *v;
   char *keys, *values;
   const int64_t* slots;
-  int64_t num_tokens, num_heads, dim, k_bytes, v_bytes, cell_bytes, strip, head_bytes;
+  const AttentionPlan& plan;
+  int64_t num_tokens, num_heads, dim, k_bytes, v_bytes, strip, head_bytes;
   std::atomic<int64_t> next{0};
 };
+
+// A cell's keys and values as they are, those of each node together.
+void write_plain(const Writing& w, const char* k, const char* v, int64_t cell) {
+  long first = 0;
+  for (const long end : w.plan.head_ends) {
+    if (end == first) continue;
+    const HeadPlace& own = w.plan.heads[(size_t)first];
+    std::memcpy(w.keys + own.at + cell * own.cell_bytes, k + first * w.head_bytes, (size_t)own.cell_bytes);
+    std::memcpy(w.values + own.at + cell * own.cell_bytes, v + first * w.head_bytes, (size_t)own.cell_bytes);
+    first = end;
+  }
+}
 
 // A thread takes whole strips: tokens that are neighbours in one share its lines.
 void write_cells(void* data) {
@@ -222,15 +255,17 @@ void write_cells(void* data) {
         w.rotate_heads(*w.rotation, (const uint16_t*)k, turned.data(), w.num_heads, t, 1);
         k = (const char*)turned.data();
       }
-      const int64_t lane = w.slots[t] % w.strip, at = (w.slots[t] - lane) * w.cell_bytes;
+      const int64_t lane = w.slots[t] % w.strip, cell = w.slots[t] - lane;
       if (w.strip == 1) {
-        std::memcpy(w.keys + at, k, w.cell_bytes);
-        std::memcpy(w.values + at, v, w.cell_bytes);
+        write_plain(w, k, v, cell);
         continue;
       }
-      for (int64_t head = 0; head < w.num_heads; ++head)
-        w.put((const uint16_t*)k + head * w.dim, (const uint16_t*)v + head * w.dim, w.keys + at + head * w.head_bytes,
-              w.values + at + head * w.head_bytes, (int)lane, (int)w.dim);
+      for (int64_t head = 0; head < w.num_heads; ++head) {
+        const HeadPlace& own = w.plan.heads[(size_t)head];
+        const int64_t at = own.at + cell * own.cell_bytes;
+        w.put((const uint16_t*)k + head * w.dim, (const uint16_t*)v + head * w.dim, w.keys + at, w.values + at,
+              (int)lane, (int)w.dim);
+      }
     }
   }
 }
@@ -240,7 +275,7 @@ struct Reading {
   const std::vector<Item>* items;
   const AttentionPlan* plan;
   int threads;
-  std::atomic<size_t> next{0};
+  PartCounters parts;
 };
 
 void read_cells(void* data) {
@@ -248,12 +283,13 @@ void read_cells(void* data) {
   Reading& r = *(Reading*)data;
   const FloatMode mode(r.plan->isa);
   const std::vector<Item>& items = *r.items;
-  for (size_t i = r.next++; i < items.size();) {
+  int node = own_node();
+  for (long i = r.parts.take(node); i >= 0;) {
     // Taken before it is due, so that its keys can be asked for; the last ones go to whoever is free.
-    const bool many = r.next + r.threads < items.size();
-    const size_t next = many ? r.next++ : items.size();
-    r.plan->run(*r.call, items[i], next < items.size() ? &items[next] : nullptr, scratch);
-    i = many ? next : r.next++;
+    const bool many = r.parts.has_many(node, r.threads);
+    const long next = many ? r.parts.take(node) : -1;
+    r.plan->run(*r.call, items[(size_t)i], next >= 0 ? &items[(size_t)next] : nullptr, scratch);
+    i = many ? next : r.parts.take(node);
   }
 }
 
@@ -262,7 +298,8 @@ void read_cells(void* data) {
 extern "C" {
 
 void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_size, int element, float scale,
-                          float cap, const float* slopes, float rounded, const int64_t* windows, int num_windows) {
+                          float cap, const float* slopes, float rounded, const int64_t* windows, int num_windows,
+                          long num_pages) {
   constexpr float LOG2_E = 1.4426950408889634f;
   const IsaKernels* isa = usable_isa(isa_name);
   if (!isa) return nullptr;
@@ -271,11 +308,21 @@ void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_s
   if (!run) return nullptr;
   std::vector<float> kept(slopes, slopes ? slopes + H : slopes);
   for (float& slope : kept) slope *= rounded ? 1.f : LOG2_E;
+  const long strip = strips ? STRIP : 1, head_bytes = strip * (element == 1 ? D + 4L : (long)D * element);
+  std::vector<long> head_ends = num_pages ? slices_of(G).ends : std::vector<long>{G};
+  std::vector<HeadPlace> heads;
+  for (long node = 0, group = 0; node < (long)head_ends.size(); ++node)
+    for (const long first = group, end = head_ends[(size_t)node]; group < end; ++group)
+      heads.push_back({first * head_bytes / strip * num_pages * page_size + (group - first) * head_bytes,
+                       (end - first) * head_bytes / strip});
   return new AttentionPlan{*isa,
                            run,
                            element == 1 ? isa->write_int8 : isa->write_strip,
                            element < 4 && isa->save_tiles,
-                           strips,
+                           strip,
+                           head_bytes,
+                           std::move(heads),
+                           std::move(head_ends),
                            H,
                            G,
                            D,
@@ -286,6 +333,15 @@ void* infer_attention_new(const char* isa_name, int H, int G, int D, long page_s
                            rounded * LOG2_E,
                            std::move(kept),
                            {windows, windows + num_windows}};
+}
+
+int infer_attention_heads(int G, int* ends, int* nodes) {
+  const NodeSlices divided = slices_of(G);
+  for (size_t i = 0; i < divided.ends.size(); ++i) {
+    ends[i] = (int)divided.ends[i];
+    nodes[i] = divided.nodes[i].number;
+  }
+  return (int)divided.ends.size();
 }
 
 void infer_attention_free(void* plan) { delete (AttentionPlan*)plan; }
@@ -318,9 +374,7 @@ void infer_attention_attend(void* plan, int window, void* keys, void* values, co
   const rotary::Rotation* turned = cos || q_norm || q_factor || growth ? &rotation : nullptr;
   Cut& cut = e.cuts[window];
   const bool bytes = e.element == 1;
-  const long element = bytes ? 2 : e.element, strip = e.strips ? STRIP : 1;
-  const long head_bytes = strip * (bytes ? e.D + 4L : e.D * element);
-  const long cell_bytes = e.G * head_bytes / strip;
+  const long element = bytes ? 2 : e.element;
   Writing writing{turned,
                   e.isa.rotate_heads,
                   e.write,
@@ -329,14 +383,14 @@ void infer_attention_attend(void* plan, int window, void* keys, void* values, co
                   (char*)keys,
                   (char*)values,
                   e.slots,
+                  e,
                   e.num_tokens,
                   e.G,
                   e.D,
                   k_stride * element,
                   v_stride * element,
-                  cell_bytes,
-                  strip,
-                  head_bytes};
+                  e.strip,
+                  e.head_bytes};
   run_threads(write_cells, &writing, e.num_tokens > MANY_TOKENS ? e.threads : 1);
   LayerCall call{};
   call.keys = (const char*)keys;
@@ -350,9 +404,9 @@ void infer_attention_attend(void* plan, int window, void* keys, void* values, co
   call.workspace = e.workspace.data();
   call.table_width = e.table_width;
   call.page_size = e.page_size;
-  call.cell_bytes = cell_bytes;
-  call.strip = strip;
-  call.head_bytes = head_bytes;
+  call.heads = e.heads.data();
+  call.strip = e.strip;
+  call.head_bytes = e.head_bytes;
   call.q_bytes = q_stride * element;
   call.padded = round_up(e.D, 32);
   // So a head's block and what meets it suit an L1 cache, and all heads' block and the next one an L2.
@@ -369,7 +423,7 @@ void infer_attention_attend(void* plan, int window, void* keys, void* values, co
   call.shapes_scores = call.cap || call.slopes;
   const bool tiny = cut.cost < 20000;  // less than waking a thread
   const int threads = tiny ? 1 : (int)std::min<size_t>(e.threads, cut.items.size());
-  Reading reading{&call, &cut.items, &e, threads};
+  Reading reading{&call, &cut.items, &e, threads, {cut.ends.data(), cut.ends.size()}};
   run_threads(read_cells, &reading, threads);
 }
 

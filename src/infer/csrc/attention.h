@@ -47,6 +47,12 @@ inline Span visible(const Item& item, int64_t window) {
   return {low / BLOCK * BLOCK, item.position + (item.members ? 1 : item.tokens)};
 }
 
+// Where a head lies in a cache: bytes from its beginning to the head in the first cell, and bytes of a cell. The heads
+// of a NUMA node are a cache of their own: all its cells, then those of the next node.
+struct HeadPlace {
+  long at, cell_bytes;
+};
+
 struct LayerCall {  // one layer of one step
   const char *keys, *values, *q;
   void* out;
@@ -55,7 +61,8 @@ struct LayerCall {  // one layer of one step
   float* workspace;
   const rotary::Rotation* rotation;  // of queries that are not turned yet; or null
   rotary::RotateHeads rotate_heads;
-  long table_width, page_size, cell_bytes, q_bytes, state_words;
+  const HeadPlace* heads;  // [G]
+  long table_width, page_size, q_bytes, state_words;
   long strip, head_bytes;        // cells that lie as one, head by head; and a head's bytes in all of them
   int64_t window;                // 0: all
   int H, D, rep, padded, block;  // rep = H / G; padded = D up to a multiple of 32
@@ -74,14 +81,16 @@ alignas(64) const char ZEROS[16384] = {};  // stands for the cells behind the en
 struct Cells {
   int64_t at[BLOCK];  // bytes from the first of its head in a cache
   int count = 0;
+  long cell_bytes = 0;
 
   void list(const LayerCall& call, const Item& item, int64_t first) {
     const int64_t* table = call.tables + item.sequence * call.table_width;
+    cell_bytes = call.heads[item.group].cell_bytes;
     count = (int)std::clamp<int64_t>(visible(item, call.window).end - first, 0, call.block);
     int64_t page = first / call.page_size, offset = first % call.page_size;
     for (int j = 0; j < count; ++j) {
       const int64_t slot = table[page] * call.page_size + offset, lane = slot % call.strip;
-      at[j] = (slot - lane) * call.cell_bytes + lane * (call.head_bytes / call.strip);
+      at[j] = (slot - lane) * cell_bytes + lane * (call.head_bytes / call.strip);
       if (++offset == call.page_size) ++page, offset = 0;
     }
   }
@@ -144,8 +153,8 @@ class Prefetcher {
     }
     void point(const LayerCall& call, const char* cache) {
       const int64_t page = call.tables[item->sequence * call.table_width + position / call.page_size];
-      line = cache + (page * call.page_size + position % call.page_size) * call.cell_bytes;
-      line += item->group * call.head_bytes;
+      const HeadPlace& head = call.heads[item->group];
+      line = cache + head.at + (page * call.page_size + position % call.page_size) * head.cell_bytes;
       stop = line + (item->group_end - item->group) * call.head_bytes;
     }
     // Keys, then values of all heads; whether there are more.

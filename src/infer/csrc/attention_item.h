@@ -38,13 +38,13 @@ template <class M>
 INLINE void pack_block(const LayerCall& call, int group, int n, bool with_keys, Buffers& at, Prefetcher& prefetcher) {
   if constexpr (M::DIRECT) {
     for (int key = 0; key < n; key += 16) {
-      M::copy_values(call, at.cells, call.values + group * call.head_bytes, key, at.values, at.keys);
+      M::copy_values(call, at.cells, call.values + call.heads[group].at, key, at.values, at.keys);
       prefetcher.step(call, 1);
     }
     return;
   }
   const char *keys[BLOCK], *values[BLOCK];
-  const long offset = group * (long)call.D * sizeof(typename M::Storage);
+  const long offset = call.heads[group].at;
   if (with_keys) at.cells.point(call.keys + offset, n, keys);
   at.cells.point(call.values + offset, n, values);
   for (int key = 0; key < n; key += 16) {
@@ -169,14 +169,14 @@ void attend_block(const LayerCall& call, const Item& item, Buffers& at, Prefetch
                           item.group + g};
       float alpha[ROW_BLOCK];
       if constexpr (M::DIRECT) {
-        M::scores(call, some, at.cells, call.keys + (item.group + g) * call.head_bytes, at.scores, prefetcher);
+        M::scores(call, some, at.cells, call.keys + call.heads[item.group + g].at, at.scores, prefetcher);
         soften_rows<M>(call, item, some, at, alpha);
-        M::mix(call, some, at, call.values + (item.group + g) * call.head_bytes, alpha, prefetcher);
+        M::mix(call, some, at, call.values + call.heads[item.group + g].at, alpha, prefetcher);
       } else {
         if constexpr (M::RAW_KEYS)
           if (raw_keys)
-            M::raw_scores(call, count, some.queries, call.keys + (item.group + g) * call.head_bytes, at.cells,
-                          some.keys, (float*)at.keys, at.scores, prefetcher);
+            M::raw_scores(call, count, some.queries, call.keys + call.heads[item.group + g].at, at.cells, some.keys,
+                          (float*)at.keys, at.scores, prefetcher);
         if (!raw_keys) M::scores(count, some.queries, call.D, at.keys, call.block, some.keys, at.scores);
         soften_rows<M>(call, item, some, at, alpha);
         M::mix(count, (const uint32_t*)at.scores, call.block, some.keys, at.values, call.padded, some.state,

@@ -33,7 +33,7 @@ struct Tiles : Pairs {
     for (int key = 0; key < cells.count && key < n; key += 16) {
       _tile_zero(6);
       for (int i = 0; i < call.D / 2; i += 16) {
-        _tile_loadd(5, heads + cells.at[key] + 4 * i, call.cell_bytes);
+        _tile_loadd(5, heads + cells.at[key] + 4 * i, cells.cell_bytes);
         _tile_loadd(7, queries + i * rows, 4 * rows);
         _tile_dpbf16ps(6, 5, 7);
       }

@@ -23,8 +23,7 @@ struct BlockPacking {  // rows of a file that become columns from `column` on
   BlockType type;
   const uint8_t* source;
   long rows, stride, column;
-  long first, end;  // panels
-  std::atomic<long> next{0};
+  SourcePanels panels{layer, column, rows};
 };
 
 // Where a column's bytes lie in a step.
@@ -122,7 +121,8 @@ void pack_block_panel(const BlockPacking& p, long panel) {
 
 void pack_block_panels(void* data) {
   BlockPacking& p = *(BlockPacking*)data;
-  for (long panel; (panel = p.first + p.next.fetch_add(1)) < p.end;) pack_block_panel(p, panel);
+  int node = own_node();
+  for (long panel; (panel = p.panels.take(node)) >= 0;) pack_block_panel(p, panel);
 }
 
 // The code of an input of a step, in a column.
@@ -225,9 +225,7 @@ long infer_blocks_panel_bytes(int type, long K) {
 void infer_linear_pack_blocks(void* handle, const uint8_t* source, int type, long rows, long stride, long column,
                               int threads) {
   const Layer& layer = *(Layer*)handle;
-  const long first = column / SIDE, end = ceil_div(column + rows, SIDE);
-  BlockPacking packing{
-      layer, (BlockType)type, source, rows, stride, column, layer.gate ? 0 : first, layer.gate ? layer.panels : end};
+  BlockPacking packing{layer, (BlockType)type, source, rows, stride, column};
   run_threads(pack_block_panels, &packing, threads);
 }
 

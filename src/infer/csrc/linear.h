@@ -6,10 +6,10 @@
 // Shape letters: M rows, N columns of the product, K inputs; x [M, K], W [N, K], b [N].
 //
 // A row's result is the same bit for bit in any company: every sum runs over all of K in ascending order in
-// float32 (exactly, in int32, if W is int8), in whichever thread and cache block it is computed. A block of K
-// that does not fit the cache stores its sums and goes on from them, which is exact, and no sum is split
-// between threads. Rows do not meet in a product, so rows of zeros that fill the last tile change nothing, and
-// zeros that fill up K add zeros at its end.
+// float32 (exactly, in int32, if W is int8), in whichever thread and cache block it is computed. A block of K that
+// does not fit the cache stores its sums and goes on from them, which is exact, perhaps in another thread
+// (linear_cut.h); no sum is made of two that began apart. Rows do not meet in a product, so rows of zeros that
+// fill the last tile change nothing, and zeros that fill up K add zeros at its end.
 //
 // int8: each row of W has one scale, each row of n(x) one that is found when it is packed; largest
 // magnitude = 127. As sums are exact, all instruction sets give the same bits, but for a gate's exponential.
@@ -31,7 +31,7 @@
 #pragma once
 
 #include "blocks.h"
-#include "threads.h"
+#include "linear_cut.h"
 
 namespace linear {
 
@@ -84,6 +84,8 @@ struct Layer {  // what does not change between calls
   float *norm, *bias, *scales;  // [K padded], [N], [N padded]; null: absent; norm: even indices of 32, then odd
   int32_t* starts;              // [N padded]: where sums of unsigned bytes begin
   BlockPanel* panel_blocks;     // [panels + 1], of a weight in blocks; else null
+  NodeSlices nodes;
+  mutable std::atomic<const Cut*> cuts;  // that were needed so far
 
   bool whole() const { return bits < 16 && !panel_blocks; }  // whether sums are whole numbers
   long panel_bytes() const { return steps * 2 * TILE; }
@@ -118,11 +120,15 @@ struct Call {  // some rows of one product
   char* packed = nullptr;          // x
   float* row_scales = nullptr;     // int8
   RowGroup* row_groups = nullptr;  // blocks: [rows, 2 · steps]
-  long groups = 0, row_blocks = 0, item_panels = 0, num_items = 0, num_packs = 0;
-  std::atomic<long> next_pack{0}, next_item{0};
+  float* split_sums = nullptr;     // [splits, groups of a block of rows, SUMS]
+  Phase* firsts = nullptr;         // [splits]: parts that begin them
+  long groups = 0, row_blocks = 0, num_packs = 0;
+  const Cut& cut;
+  PartCounters parts;
+  std::atomic<long> next_pack{0};
   Phase packs{};
 
-  explicit Call(const Layer& of) : layer(of) {}
+  Call(const Layer& of, const Cut& by) : layer(of), cut(by), parts(by.ends.data(), by.ends.size()) {}
   long row_bytes() const { return format == RowFormat::FLOATS || format == RowFormat::WORDS ? 128 : 64; }
   int tiles_in(long group) const { return M - group * SIDE > 16 ? 2 : 1; }
   long rows_in(long group) const { return std::min<long>(SIDE, M - group * SIDE); }
@@ -136,20 +142,42 @@ struct Call {  // some rows of one product
     const long each = groups > 1 ? SIDE * row_bytes() : step_bytes(group);
     return packed + (k * groups + group * steps) * each + (step - k) * step_bytes(group);
   }
-  const char* start_of(long item) const {  // its weights; behind the end: anything that is cached
-    const long panel = item < num_items ? item / row_blocks * item_panels : 0;
-    return layer.start_of(panel);
+  const char* start_of(const Part* part) const {  // its weights; null: anything that is cached
+    return part ? layer.tiles(part->panel, part->begin) : layer.weight;
   }
+  const Part* take(int& node) {  // null: none is left
+    const long part = parts.take(node);
+    return part < 0 ? nullptr : &cut.parts[(size_t)part];
+  }
+  long first_group(long row_block) const { return groups * row_block / row_blocks; }
 };
 
-struct Packing {  // rows of W that become columns from `column` on
+// The panels to which rows of W come that become columns from `column` on, node by node.
+class SourcePanels {
+ public:
+  SourcePanels(const Layer& layer, long column, long rows)
+      : first_(layer.gate ? 0 : column / SIDE),
+        end_(layer.gate ? layer.panels : ceil_div(column + rows, SIDE)),
+        panels_(layer.nodes.ends.data(), layer.nodes.ends.size()) {}
+
+  long take(int& node) {  // -1: none is left
+    for (long panel; (panel = panels_.take(node)) >= 0;)
+      if (first_ <= panel && panel < end_) return panel;
+    return -1;
+  }
+
+ private:
+  const long first_, end_;
+  PartCounters panels_;
+};
+
+struct Packing {
   const Layer& layer;
   const uint16_t* source;
   long rows, stride, column;
-  long first, end;                // panels
+  SourcePanels panels{layer, column, rows};
   const int8_t* whole = nullptr;  // instead of `source`: rows that are in int8 already, and
   const float* scales = nullptr;  // their scales
-  std::atomic<long> next{0};
 };
 
 }  // namespace linear

@@ -147,7 +147,8 @@ void begin_sums(const Layer& layer, long panel) {
 
 void pack_weight(void* data) {
   Packing& p = *(Packing*)data;
-  for (long panel; (panel = p.first + p.next.fetch_add(1)) < p.end;) {
+  int node = own_node();
+  for (long panel; (panel = p.panels.take(node)) >= 0;) {
     pack_panel(p, panel);
     if (p.layer.starts) begin_sums(p.layer, panel);
   }

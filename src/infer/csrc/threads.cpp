@@ -12,6 +12,11 @@
 
 #include <pthread.h>
 #include <time.h>
+#if defined(__linux__)
+#include <linux/mempolicy.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <memory>
 #include <mutex>
@@ -19,6 +24,7 @@
 #include <thread>
 
 #include "governor.h"
+#include "parts.h"
 
 namespace {
 
@@ -37,6 +43,10 @@ std::atomic<bool> is_governed{true};
 struct Places {
   std::vector<std::vector<int>> cpus;  // of each thread
   int num_fast = INT32_MAX;            // threads behind them are on slower cores
+  std::vector<int> node_of;            // of each thread: index among the nodes
+  std::vector<NodeThreads> nodes{{-1, 1}};
+
+  int node(int thread) const { return thread < (int)node_of.size() ? node_of[(size_t)thread] : 0; }
 
   // Best effort: a container may forbid it, and a processor may be taken away.
   void stay(int thread) const {
@@ -58,10 +68,21 @@ struct Places {
 std::mutex places_mutex;
 std::shared_ptr<const Places> places = std::make_shared<Places>();  // of teams that begin
 std::atomic<int> num_slow{0};
+thread_local int node_of_thread = 0;
 
 std::shared_ptr<const Places> places_now() {
   const std::lock_guard<std::mutex> lock(places_mutex);
   return places;
+}
+
+// The index of a node, which is new or has one more thread, if it is on a fast core.
+int index_of(std::vector<NodeThreads>& nodes, int number, bool is_fast) {
+  size_t i = 0;
+  while (i < nodes.size() && nodes[i].number != number) ++i;
+  if (i == MOST_NODES) return MOST_NODES - 1;
+  if (i == nodes.size()) nodes.push_back({number, 0});
+  nodes[i].threads += is_fast;
+  return (int)i;
 }
 
 int64_t nanoseconds(clockid_t clock) {
@@ -72,6 +93,7 @@ int64_t nanoseconds(clockid_t clock) {
 
 class Team {
  public:
+  Team() { node_of_thread = places_->node(0); }
   ~Team() {
     ending_.store(true);
     for (Group& group : groups_) group.wake_members(INT32_MAX);
@@ -164,6 +186,7 @@ class Team {
 
   void live(int thread) noexcept {
     places_->stay(thread);
+    node_of_thread = places_->node(thread);
     while (take_ticket(thread)) {
       wake_some();
       execute(body_, data_);
@@ -235,14 +258,19 @@ extern "C" {
 void infer_set_threads(int threads) { wanted_threads = threads; }
 int infer_threads(void) { return wanted_threads; }
 
-void infer_pin_threads(const int* cpus, const int* ends, int num_threads, int num_fast) {
+void infer_pin_threads(const int* cpus, const int* ends, const int* nodes, int num_threads, int num_fast) {
   auto wanted = std::make_shared<Places>();
+  if (nodes && num_threads) wanted->nodes.clear();
+  for (int i = 0; nodes && i < num_threads; ++i)
+    wanted->node_of.push_back(index_of(wanted->nodes, nodes[i], i < num_fast));
   for (int i = 0; i < num_threads; ++i) wanted->cpus.emplace_back(cpus + (i ? ends[i - 1] : 0), cpus + ends[i]);
   if (num_threads) wanted->num_fast = num_fast;
   num_slow.store(num_threads ? std::max(num_threads - num_fast, 0) : 0);
   const std::lock_guard<std::mutex> lock(places_mutex);
   places = std::move(wanted);
 }
+
+void infer_prefer_node(void* from, long bytes, int node) { prefer_node((char*)from, (size_t)bytes, node); }
 
 void infer_use_openmp(void* parallel) { openmp = (Parallel)parallel; }
 
@@ -254,6 +282,23 @@ int infer_company(int64_t* numbers) {
 }
 
 }  // extern "C"
+
+std::vector<NodeThreads> nodes_of_threads() { return places_now()->nodes; }
+int own_node() { return node_of_thread; }
+
+void prefer_node(char* from, size_t bytes, int number) {
+#if defined(__linux__)
+  constexpr size_t BITS = 8 * sizeof(unsigned long);
+  const size_t page = (size_t)sysconf(_SC_PAGESIZE), skipped = (size_t)(-(intptr_t)from) % page;
+  if (number < 0 || bytes < skipped + page) return;
+  std::vector<unsigned long> mask((size_t)number / BITS + 1);
+  mask[(size_t)number / BITS] = 1ul << (size_t)number % BITS;
+  syscall(SYS_mbind, from + skipped, (bytes - skipped) / page * page, MPOL_PREFERRED, mask.data(),
+          mask.size() * BITS + 1, 0u);
+#else
+  (void)from, (void)bytes, (void)number;
+#endif
+}
 
 int threads_of_many_rows(int threads) { return threads > 1 && !openmp ? threads + num_slow.load() : threads; }
 

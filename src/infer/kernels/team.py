@@ -16,6 +16,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -31,6 +32,7 @@ MANY = 0.25
 """share of the threads' time without a core about which there is a line in the log"""
 SILENCE_S = 600.0
 """seconds in which there is one such line at most"""
+_MAX_NODES = 8  # MOST_NODES of csrc/parts.h
 
 
 def num_threads() -> int:
@@ -90,17 +92,53 @@ class ForKernels:
             torch.set_num_threads(self._count)
 
 
-def pin_threads(cpus: Sequence[Sequence[int]], num_fast: int) -> None:
+def pin_threads(
+    cpus: Sequence[Sequence[int]], num_fast: int, nodes: Sequence[int] | None = None
+) -> None:
     """Keep the threads of kernels that begin from now on on processors.
 
     `cpus`: those of each thread; the first one is the caller, which stays where it is; empty: all
     threads are where the system puts them. Threads from `num_fast` on take part in calls with many
-    rows only, beyond the number that the caller may use."""
+    rows only, beyond the number that the caller may use. `nodes`: the NUMA node of each thread; the
+    weights of layers that are made from now on are divided among them. None: it does not matter."""
     if isinstance(library := loader.library(), str):
         return
     numbers = array("i", [number for each in cpus for number in each])
     ends = array("i", accumulate(map(len, cpus)))
-    library.infer_pin_threads(numbers.buffer_info()[0], ends.buffer_info()[0], len(cpus), num_fast)
+    of_nodes = array("i", nodes or ())
+    library.infer_pin_threads(
+        *(numbers.buffer_info()[0], ends.buffer_info()[0]),
+        *(of_nodes.buffer_info()[0] if nodes else None, len(cpus), num_fast),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSlice:
+    """Key/value heads whose cache lies together."""
+
+    first: int
+    end: int
+    node: int | None
+    """number of their NUMA node; None: any"""
+
+
+def head_slices(num_heads: int) -> list[HeadSlice]:
+    """How the heads of caches are divided among the NUMA nodes of the kernels' threads."""
+    ends, nodes = array("i", [0] * _MAX_NODES), array("i", [0] * _MAX_NODES)
+    count = loader.loaded().infer_attention_heads(
+        num_heads, ends.buffer_info()[0], nodes.buffer_info()[0]
+    )
+    return [
+        HeadSlice(ends[i - 1] if i else 0, ends[i], nodes[i] if count > 1 else None)
+        for i in range(count)
+        if ends[i] > (ends[i - 1] if i else 0)
+    ]
+
+
+def prefer_node(address: int, num_bytes: int, node: int) -> None:
+    """Have the whole pages of memory that was not written yet come from a NUMA node, if it has some
+    left. A container may forbid it; they then come from the node of the thread that writes."""
+    loader.loaded().infer_prefer_node(address, num_bytes, node)
 
 
 def read_company() -> tuple[int, int, int]:

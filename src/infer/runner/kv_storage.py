@@ -5,6 +5,9 @@ more bytes for its scale, and the attention kernel defines the order of the byte
 `schedule.page_allocator` decides which sequence may use which page; it and the storage share only
 the page numbers. Page 0 belongs to no sequence: padding reads and writes it. It starts as zeros, so
 that masked values are finite.
+
+Where the engine's threads have cores on several NUMA nodes, the heads of a node's slice lie in its
+memory: a tensor is then all pages of the first node's heads, then those of the next one's.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from weakref import ref
 
@@ -22,6 +26,7 @@ import torch
 from torch import Tensor
 
 from infer.kernels.loader import POPULATE_WRITE, advise, cell_bytes, page_aligned
+from infer.kernels.team import HeadSlice, head_slices, prefer_node
 from infer.models.model_config import ModelConfig
 from infer.threads import BackgroundThread
 
@@ -45,8 +50,10 @@ class KVStorage:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        by_node: bool = False,
     ) -> None:
-        """`num_pages` includes page 0. `page_size`: cells of a page."""
+        """`num_pages` includes page 0. `page_size`: cells of a page. `by_node`: whether heads lie
+        on the NUMA nodes of the threads, as the native kernels can read them."""
         shapes = [
             (
                 *(num_pages, page_size, layer.num_kv_heads),
@@ -56,12 +63,19 @@ class KVStorage:
         ]
         self.keys = [_zeros(shape, dtype, device) for shape in shapes]
         self.values = [_zeros(shape, dtype, device) for shape in shapes]
+        self.by_node = by_node
         self.num_tensors = len(self.keys) + len(self.values)
+        for tensor in (*self.keys, *self.values) if by_node else ():
+            for part in _parts(tensor, by_node):
+                if part.node is not None:
+                    size = part.page_bytes * num_pages
+                    prefer_node(tensor.data_ptr() + part.first_byte, size, part.node)
         self.page_bytes = sum(_page_bytes(tensor) for tensor in (*self.keys, *self.values))
         self.preparing: BackgroundThread | None = None
         if device.type == "cpu" and sys.platform == "linux":
             stopping = threading.Event()
-            run = partial(_prepare, [ref(each) for each in (*self.keys, *self.values)], stopping)
+            tensors = [ref(each) for each in (*self.keys, *self.values)]
+            run = partial(_prepare, tensors, by_node, stopping)
             self.preparing = BackgroundThread(run, stopping.set, "kv-storage")
             self.preparing.start()
 
@@ -71,16 +85,38 @@ class KVStorage:
         if sys.platform != "linux":
             return
         for tensor in (*self.keys, *self.values):
-            size = _page_bytes(tensor)
-            for first, count in runs:
-                advise(tensor, mmap.MADV_DONTNEED, first * size, count * size)
+            for part in _parts(tensor, self.by_node):
+                size = part.page_bytes
+                for first, count in runs:
+                    begin = part.first_byte + first * size
+                    advise(tensor, mmap.MADV_DONTNEED, begin, count * size)
 
 
 def _page_bytes(tensor: Tensor) -> int:
     return tensor.stride(0) * tensor.itemsize
 
 
-def _prepare(tensors: Sequence[ref[Tensor]], stopping: threading.Event) -> None:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The pages of some heads in a tensor."""
+
+    first_byte: int
+    page_bytes: int
+    node: int | None
+    """number of the NUMA node to which they belong; None: any"""
+
+
+def _parts(tensor: Tensor, by_node: bool) -> list[_Part]:
+    num_heads, page_bytes = tensor.shape[2], _page_bytes(tensor)
+    of_head = page_bytes // num_heads
+    slices = head_slices(num_heads) if by_node else [HeadSlice(0, num_heads, None)]
+    return [
+        _Part(part.first * of_head * len(tensor), (part.end - part.first) * of_head, part.node)
+        for part in slices
+    ]
+
+
+def _prepare(tensors: Sequence[ref[Tensor]], by_node: bool, stopping: threading.Event) -> None:
     """Allocate the first memory of each tensor in chunks, until a tensor is freed or `stopping`."""
     # This thread gets the lowest priority, so that it takes no core from the first request.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -89,7 +125,9 @@ def _prepare(tensors: Sequence[ref[Tensor]], stopping: threading.Event) -> None:
             tensor = each()
             if tensor is None or stopping.is_set():
                 return
-            advise(tensor, POPULATE_WRITE, first, _CHUNK_BYTES)
+            for part in _parts(tensor, by_node):
+                if first < part.page_bytes * len(tensor):
+                    advise(tensor, POPULATE_WRITE, part.first_byte + first, _CHUNK_BYTES)
             del tensor
 
 

@@ -42,7 +42,12 @@ from infer.engine.build.memory_plan import (
 from infer.engine.build.placement import PINNED_FROM, Placement, free_near, live_on, place
 from infer.engine.build.planner import planner
 from infer.engine.build.processors import Processors, read_processors
-from infer.engine.build.runner_factory import RunnerFactory, make_attention, pages_that_fit
+from infer.engine.build.runner_factory import (
+    RunnerFactory,
+    make_attention,
+    make_storage,
+    pages_that_fit,
+)
 from infer.engine.build.server_memory import (
     held_bytes,
     memory_of_server,
@@ -63,7 +68,6 @@ from infer.models.model import Model, build_model
 from infer.models.weights import WeightSource
 from infer.readable_text import readable
 from infer.runner.grammar_masks import Restrictions
-from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import ModelRunner
 from infer.runner.sampler import sampler_for
 from infer.schedule.drafting import Drafter
@@ -459,8 +463,9 @@ def _drafter(
         model = build_model(draft.config, source, sizes.max_seq_len)
     held = getattr(torch, sizes.kv_cache_dtype)
     num_pages, page_size = sizes.num_pages + 1, sizes.page_size
-    storage = KVStorage(model.config, num_pages, page_size, dtype=held, device=device)
-    attention = make_attention(config.attention_backend, storage, model.config)
+    wanted = config.attention_backend
+    storage = make_storage(wanted, model.config, (num_pages, page_size), held, device)
+    attention = make_attention(wanted, storage, model.config)
     caches = (*storage.keys, *storage.values)
     sampler, threads = sampler_for(vocab_size), threads_for(model, attention)
     runner = ModelRunner(model, attention, None, caches, device, sampler, threads)

@@ -64,6 +64,14 @@ class Placement:
         own, slow = sorted(cpus_of(self.cores)), sorted(cpus_of(self.slow))
         return [own] * self.num_threads + [slow] * len(self.slow)
 
+    def nodes_of_threads(self) -> list[int] | None:
+        """The NUMA node of each thread, where each has a core and the cores are on several nodes.
+
+        Each node then holds the slice of every layer's outputs that its threads compute."""
+        if not self.is_pinned or len(self.nodes) < 2:
+            return None
+        return [core.node for core in (*self.cores[: self.num_threads], *self.slow)]
+
 
 def place(
     processors: Processors,
@@ -110,7 +118,7 @@ def live_on(placement: Placement, processors: Processors) -> None:
     It does nothing where that is all of them, or where threads cannot be kept on cores. Memory is
     then of the same NUMA nodes, because Linux takes it from the node of the thread that writes it
     first."""
-    pin_threads(placement.lists(), placement.num_threads)
+    pin_threads(placement.lists(), placement.num_threads, placement.nodes_of_threads())
     own = cpus_of(placement.cores)
     if not own or own == cpus_of(processors.cores) or not hasattr(os, "sched_setaffinity"):
         return

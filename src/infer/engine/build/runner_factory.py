@@ -145,8 +145,12 @@ class RunnerFactory:
         """Make a cache of `num_pages` pages and page 0."""
         plan, device = self.plan, self.device
         held = getattr(torch, plan.kv_cache_dtype)
-        return KVStorage(
-            self.model.config, num_pages + 1, plan.page_size, dtype=held, device=device
+        return make_storage(
+            self.config.attention_backend,
+            self.model.config,
+            (num_pages + 1, plan.page_size),
+            held,
+            device,
         )
 
     def runner(self, storage: KVStorage) -> Any:
@@ -246,6 +250,20 @@ def pages_that_fit(factory: RunnerFactory) -> int:
     return min(pages, useful)
 
 
+def make_storage(
+    wanted: str,
+    shape: ModelConfig,
+    pages: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> KVStorage:
+    """A cache for the backend of `EngineConfig.attention_backend`; `pages`: how many, and their
+    size in cells. One that the native kernels read is divided among NUMA nodes."""
+    num_pages, size = pages
+    by_node = wanted != "sdpa" and not obstacle(shape.head_dim, dtype, device, size)
+    return KVStorage(shape, num_pages, size, dtype=dtype, device=device, by_node=by_node)
+
+
 def make_attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> AttentionBackend:
     """The backend of `EngineConfig.attention_backend` for a `ModelRunner`, over a cache.
 
@@ -257,8 +275,11 @@ def make_attention(wanted: str, storage: KVStorage, shape: ModelConfig) -> Atten
         raise ConfigError("attention_backend", f"'native' is not possible: {reason}; use 'auto'")
     if wanted == "auto" and reason and cache.device.type == "cpu":
         log.warning("attention will be several times slower than it could be: %s", reason)
-    kind = SDPABackend if wanted == "sdpa" or reason else NativeBackend
-    backend = kind(storage.keys, storage.values, **shape.attention())
-    isa = f"native, {backend.isa}" if isinstance(backend, NativeBackend) else "torch's SDPA"
-    log.info("attention: %s", isa)
+    if wanted == "sdpa" or reason:
+        log.info("attention: torch's SDPA")
+        return SDPABackend(storage.keys, storage.values, **shape.attention())
+    backend = NativeBackend(
+        storage.keys, storage.values, by_node=storage.by_node, **shape.attention()
+    )
+    log.info("attention: native, %s", backend.isa)
     return backend
