@@ -23,7 +23,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from infer.kernels import loader
-from infer.kernels.blocks import NUMBERS, PANEL, BlockWeight, packed_bytes
+from infer.kernels.blocks import NUMBERS, PANEL, ZEROED, BlockWeight, packed_bytes
 from infer.kernels.linear import (
     Linear,
     NativeLinear,
@@ -68,7 +68,11 @@ def reading(memory: Tensor) -> Callable[[], object]:
 
 def block_weight(kind: str, n: int, k: int) -> BlockWeight:
     """A weight of random codes; its factors, in which no time is spent, are random too."""
-    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    if kind in ZEROED:
+        block = int(kind.partition("_")[2])
+        size = 4 + block * int(kind[1]) // 8
+    else:
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     rows = np.random.default_rng(0).integers(0, 256, (64, k // block * size), dtype=np.uint8)
     return BlockWeight(kind, (n, k), np.tile(rows, (-(-n // 64), 1))[:n])
 
@@ -84,12 +88,13 @@ def kinds(
             continue
         quantization = name if name.startswith("int") else None
         each = 4.0 if name == "onednn32" else weight_bytes(quantization, 2, 1024)
-        if name in NUMBERS:
+        in_blocks = name in NUMBERS or name in ZEROED
+        if in_blocks:
             each = packed_bytes([name], 1024) / (PANEL * 1024)
         layers: list[Linear] = []
         for _ in range(max(2, round(rotate / (each * num_weights)))):
             for k, n in shapes:
-                if name in NUMBERS:
+                if in_blocks:
                     layers.append(NativeLinear([block_weight(name, n, k)]))
                     continue
                 weight = torch.randn(64, k).mul_(k**-0.5).repeat(-(-n // 64), 1)[:n]

@@ -141,6 +141,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 
 
 SLOPES = (0.5, 0.25, 0.0625, 0.7, 0.001, 0.3, 1.0, 0.125)
+SINKS = (0.0, -3.0, 4.0, 60.0, -60.0, 1.5, 2.0, -1e30)
 SHAPED = [
     ((8, 2, 64, None), Scores(softcap=3.0)),
     ((8, 8, 32, 70), Scores(softcap=3.0)),
@@ -148,6 +149,8 @@ SHAPED = [
     ((8, 1, 24, None), Scores(slopes=SLOPES)),
     ((8, 2, 80, 100), Scores(softcap=20.0, slopes=SLOPES)),
     ((8, 8, 16, None), Scores(slopes=SLOPES, rounded=0.25)),
+    ((8, 2, 64, None), Scores(sinks=SINKS)),
+    ((8, 1, 24, 70), Scores(softcap=3.0, sinks=SINKS)),
     ((4, 2, 512, None), PLAIN),
     ((8, 1, 320, 33), Scores(softcap=3.0)),
     ((16, 1, 512, None), PLAIN),

@@ -8,6 +8,7 @@ import pytest
 
 from infer.cli.main import main
 from infer.server.app import create_app
+from infer.server.loaded_models import LoadedModels
 from infer.server.multi_model import ModelRouter
 from tests.server.test_models_at_run_time import Launches
 from tests.support.doubles import make_hash_llm
@@ -31,7 +32,7 @@ def test_the_models_of_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     launches, settings = Launches(max_seq_len=512), settings_with()
     launches.failing = {"a"}
     make = partial(create_app, settings=settings, is_inner=True)
-    with running(ModelRouter(launches.all, make), settings) as (_, url, _):
+    with running(ModelRouter(LoadedModels(launches.all, make)), settings) as (_, url, _):
         done("ps", "--url", url)
         assert capsys.readouterr().out.count("unloaded") == 2
         done("load", "b", "--url", url)

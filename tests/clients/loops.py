@@ -24,6 +24,7 @@ from infer.engine.loop import EngineThread
 from infer.schedule.sequence import Plan, Sampled
 from infer.server.address import bind, url_of
 from infer.server.app import create_app
+from infer.server.loaded_models import LoadedModels
 from infer.server.multi_model import ModelRouter
 from infer.server.serve import Server
 from infer.server.settings import ServerSettings
@@ -134,7 +135,8 @@ def loops(folder: Path) -> Iterator[str]:
         for name in LOADED
     }
     settings = ServerSettings(sessions="sqlite://")
-    models = ModelRouter(launches, functools.partial(create_app, settings=settings, is_inner=True))
+    make_app = functools.partial(create_app, settings=settings, is_inner=True)
+    models = ModelRouter(LoadedModels(launches, make_app))
     models.load_all()
     with listening(models, settings) as url:
         yield f"{url}/v1"

@@ -37,6 +37,7 @@ WINDOWED = {
     "smollm3": "windows in layers that do not rotate, biases",
     "phi3": "three quarters rotate, no window, tied",
     "granite": "all multipliers, one kv head, biases",
+    "granite_swa": "a base for each layer, one kv head, untied",
     "olmo": "clipped, biases",
     "olmo3": "scaled global rope",
     "glm4": "plain",

@@ -248,7 +248,8 @@ const BlockShape BLOCK_SHAPES[] = {
     {2, 32, 18, {0}},       {3, 32, 20, {0, 2}},     {6, 32, 22, {0}},      {7, 32, 24, {0, 2}},
     {8, 32, 34, {0}},       {10, 256, 84, {80, 82}}, {11, 256, 110, {108}}, {12, 256, 144, {0, 2}},
     {13, 256, 176, {0, 2}}, {14, 256, 210, {208}},   {20, 32, 18, {0}},     {23, 256, 136, {0}},
-    {39, 32, 17, {}, 0},
+    {39, 32, 17, {}, 0},    {256, 32, 20, {0}},      {257, 64, 36, {0}},    {258, 128, 68, {0}},
+    {259, 128, 132, {0}},
 };
 
 // Rows of blocks with any codes and scales of some thousandths.
@@ -375,7 +376,8 @@ class World {
       const std::vector<char> q = rows(q_, tokens, s_.H), k = rows(k_, tokens, s_.G), v = rows(v_, tokens, s_.G);
       std::vector<char> out((size_t)((long)tokens.size() * s_.H * s_.D * size));
       infer_attention_attend(plan, 0, keys.at, values.at, q.data(), k.data(), v.data(), out.data(), s_.H * s_.D,
-                             s_.G * s_.D, s_.G * s_.D, nullptr, nullptr, nullptr, nullptr, 0, nullptr, nullptr);
+                             s_.G * s_.D, s_.G * s_.D, nullptr, nullptr, nullptr, nullptr, 0, nullptr, nullptr,
+                             nullptr);
       const long row = s_.H * s_.D * size;
       for (size_t t = 0; t < tokens.size(); ++t)
         std::memcpy(results.data() + tokens[t] * row, out.data() + (long)t * row, (size_t)row);
@@ -493,7 +495,7 @@ std::vector<uint16_t> rotated_keys(const char* isa, int D, bool with_norms) {
   infer_attention_plan(plan, 1, starts, lengths, slots.data(), table, 3, 1);
   const float* norms = with_norms ? norm.data() : nullptr;
   infer_attention_attend(plan, 0, keys.at, values.at, q.data(), q.data(), q.data(), out.data(), HEADS * D, HEADS * D,
-                         HEADS * D, cos.data(), sin.data(), norms, norms, 1e-6f, nullptr, nullptr);
+                         HEADS * D, cos.data(), sin.data(), norms, norms, 1e-6f, nullptr, nullptr, nullptr);
   infer_attention_free(plan);
   const uint16_t* found = (const uint16_t*)keys.at;
   return {found, found + TOKENS * HEADS * D};

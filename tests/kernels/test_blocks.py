@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Q
 from torch import Tensor
 
 from infer.kernels import loader
-from infer.kernels.blocks import NUMBERS, BlockWeight, convert, packed_bytes
+from infer.kernels.blocks import NUMBERS, ZEROED, BlockWeight, convert, packed_bytes
 from infer.kernels.invariance import batch_invariance_problem
 from infer.kernels.linear import (
     PRODUCT_ONLY,
@@ -33,19 +33,38 @@ SHAPES = [  # outputs, inputs
     (96, 2048),
     (257, 1280),
 ]
-OF_32_INPUTS = [kind for kind in NUMBERS if KINDS[kind].block == 32]
+EVERY = [*NUMBERS, *ZEROED]
+OF_32_INPUTS = [*(kind for kind in NUMBERS if KINDS[kind].block == 32), "U4_32"]
 OF_32 = [(5, 32), (40, 96), (33, 352)]
 """Shapes for blocks of 32 inputs only."""
-CASES = [(kind, *shape) for kind in NUMBERS for shape in SHAPES]
+CASES = [(kind, *shape) for kind in EVERY for shape in SHAPES]
 CASES += [(kind, *shape) for kind in OF_32_INPUTS for shape in OF_32]
 ROWS = [*range(1, 41), 64, 65, 100, 257]
 
 
 def made(kind: str, n: int, k: int) -> tuple[BlockWeight, Tensor]:
     """A weight in blocks, and its numbers [n, k] as the `gguf` package reads them."""
+    if kind in ZEROED:
+        return made_with_zeros(kind, n, k)
     rows = blocks((n, k), Q[kind])
     numbers = gguf.quants.dequantize(rows, Q[kind]).reshape(n, k)
     return BlockWeight(kind, (n, k), rows), torch.from_numpy(numbers.copy())
+
+
+def made_with_zeros(kind: str, n: int, k: int) -> tuple[BlockWeight, Tensor]:
+    """As `made`, of a type that no GGUF file has."""
+    bits, size = (int(part) for part in kind[1:].split("_"))
+    made_by, shape = np.random.default_rng(n * k), (n, k // size)
+    scales = made_by.normal(0, 0.02, shape).astype(np.float16)
+    zeros = made_by.integers(*((0, 17) if bits == 4 else (-128, 128)), shape)
+    codes = made_by.integers(0, 1 << bits, (*shape, size // 32, 32), dtype=np.uint8)
+    stored = codes if bits == 8 else codes[..., :16] | codes[..., 16:] << 4
+    parts = [scales[..., None].view(np.uint8), zeros.astype(np.int8).view(np.uint8)[..., None]]
+    rows = np.concatenate([*parts, np.zeros_like(parts[1]), stored.reshape(*shape, -1)], axis=2)
+    offsets = zeros if bits == 4 else zeros + 128
+    numbers = (codes.reshape(*shape, size).astype(int) - offsets[..., None]) * scales[..., None]
+    weight = BlockWeight(kind, (n, k), rows.reshape(n, -1))
+    return weight, torch.from_numpy(numbers.astype(np.float32)).view(n, k)
 
 
 def inputs(num: int, k: int) -> Tensor:
@@ -75,7 +94,7 @@ def test_it_multiplies_the_numbers_of_the_file(kind: str, n: int, k: int) -> Non
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize(("n", "k"), [(33, 256), (96, 2048)])
 def test_a_row_is_the_same_in_any_company(kind: str, n: int, k: int) -> None:
     weight, _ = made(kind, n, k)
@@ -91,7 +110,7 @@ def test_a_row_is_the_same_in_any_company(kind: str, n: int, k: int) -> None:
     assert batch_invariance_problem([layer]) is None
 
 
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_all_instruction_sets_give_the_same_bits(kind: str, ask_for: Callable[[str], None]) -> None:
     """Except the portable ones, which round products before they are added."""
     weight, _ = made(kind, 70, 768)
@@ -108,7 +127,7 @@ def test_all_instruction_sets_give_the_same_bits(kind: str, ask_for: Callable[[s
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", EVERY)
 @pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 def test_with_norm_gate_bias_and_residual(kind: str, gate: str | None) -> None:
     (one, first), (two, second) = made(kind, 72, 512), made(kind, 72, 512)
@@ -140,6 +159,7 @@ def test_with_norm_gate_bias_and_residual(kind: str, gate: str | None) -> None:
         (("IQ4_XS", "IQ4_NL", "Q5_0"), False),
         (("IQ4_NL", "Q8_0"), True),
         (("Q5_0", "IQ4_NL"), True),
+        (("U4_128", "Q8_0", "U4_64"), False),
     ],
 )
 def test_the_sources_of_a_layer_may_differ(kinds: Sequence[str], gated: bool) -> None:
@@ -185,11 +205,13 @@ def test_a_bad_row_harms_no_other() -> None:
     assert layer(torch.zeros((1, 256)).bfloat16()).abs().max() == 0
 
 
-@pytest.mark.parametrize("kind", NUMBERS)
+@pytest.mark.parametrize("kind", EVERY)
 def test_a_weight_takes_the_room_of_its_file(kind: str) -> None:
     if reason := loader.available():
         pytest.skip(reason)
-    in_file = np.prod(blocks((32, 2048), Q[kind]).shape)
+    rows = made(kind, 32, 2048)[0].rows
+    assert rows is not None
+    in_file = rows.nbytes
     assert packed_bytes([kind], 2048) <= 1.05 * in_file
 
 
@@ -207,3 +229,15 @@ def test_any_bytes_are_read_as_the_package_reads_them(kind: str) -> None:
     found = np.empty_like(expected)
     convert(rows, kind, found)
     assert np.array_equal(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", ZEROED)
+def test_blocks_with_zero_points_are_numbers(kind: str) -> None:
+    if reason := loader.available():
+        pytest.skip(reason)
+    weight, numbers = made(kind, 64, 1024)
+    assert weight.rows is not None
+    found = np.empty(numbers.shape, dtype=np.float32)
+    blocks_of_rows = weight.rows.reshape(-1, 4 + int(kind.partition("_")[2]) * int(kind[1]) // 8)
+    convert(blocks_of_rows, kind, found)
+    assert np.array_equal(found, numbers.numpy())

@@ -15,6 +15,7 @@ import pytest
 from infer.server.app import create_app, layers
 from infer.server.http.error_responses import HttpError
 from infer.server.kept_answers import GONE, MAX_READERS, MAX_TAKEN_BYTES, REPLACED, KeptAnswers
+from infer.server.loaded_models import LoadedModels
 from infer.server.multi_model import ModelRouter
 from infer.server.settings import ServerSettings
 from infer.types.server_limits import ServerLimits
@@ -484,10 +485,8 @@ def calm_events(data: bytes) -> list[bytes]:
 
 
 def test_each_model_keeps_its_answers() -> None:
-    router = ModelRouter(
-        dict.fromkeys("ab", make_hash_llm),
-        partial(create_app, settings=ServerSettings(), is_inner=True),
-    )
+    make_app = partial(create_app, settings=ServerSettings(), is_inner=True)
+    router = ModelRouter(LoadedModels(dict.fromkeys("ab", make_hash_llm), make_app))
 
     async def main() -> None:
         app = App.__new__(App)

@@ -21,7 +21,7 @@ from infer.config import EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, LoadError
 from infer.server.app import create_app, layers
-from infer.server.loaded_models import public_reason
+from infer.server.loaded_models import LoadedModels, public_reason
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import log_on_stderr
 from infer.server.route_table import EVENTS_PATH
@@ -43,6 +43,8 @@ from tests.support.serving import (
 )
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
+OF_ROUTER = {"waits", "drain_timeout_s", "keep_alive_s", "unknown_model_statuses"}
+"""Arguments of `ModelRouter`; others are those of `LoadedModels`."""
 
 
 def broken() -> AsyncLLM:
@@ -61,7 +63,9 @@ def used(
 
     async def main() -> None:
         settings = ServerSettings(api_keys=keys)
-        models = ModelRouter(launches, partial(create_app, settings=settings, is_inner=True), **how)
+        of_router = {name: how.pop(name) for name in OF_ROUTER & how.keys()}
+        make_app = partial(create_app, settings=settings, is_inner=True)
+        models = ModelRouter(LoadedModels(launches, make_app, **how), **of_router)
         if load:
             await asyncio.to_thread(models.load_all)
         app = App.__new__(App)

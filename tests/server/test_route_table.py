@@ -10,6 +10,7 @@ from starlette.routing import Mount, Route
 
 from infer.server.app import create_app, layers
 from infer.server.fronts import FrontQueries
+from infer.server.loaded_models import LoadedModels
 from infer.server.multi_model import ModelRouter
 from infer.server.request_views import OneServer, RequestViews
 from infer.server.route_table import GENERATING, ROUTES
@@ -35,7 +36,8 @@ def rows_of(routes: list[Any]) -> list[tuple[str, str]]:
 
 @pytest.fixture
 def router() -> ModelRouter:
-    return ModelRouter(dict.fromkeys("ab", make_hash_llm), partial(create_app, is_inner=True))
+    make_app = partial(create_app, is_inner=True)
+    return ModelRouter(LoadedModels(dict.fromkeys("ab", make_hash_llm), make_app))
 
 
 def test_one_model_has_every_row_once() -> None:

@@ -18,6 +18,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.models.hub import SHIPPED_FOLDER as DEMO
 from infer.server import serve
 from infer.server.app import create_app, layers
+from infer.server.loaded_models import LoadedModels
 from infer.server.multi_model import ModelRouter
 from infer.server.route_table import unknown_model_statuses
 from infer.server.settings import ServerSettings
@@ -179,9 +180,9 @@ def test_several_models() -> None:
     settings = ServerSettings(completions_api="typed")
 
     async def main() -> None:
+        make_app = partial(create_app, settings=settings, is_inner=True)
         models = ModelRouter(
-            {"small": make_hash_llm, "big": make_hash_llm},
-            partial(create_app, settings=settings, is_inner=True),
+            LoadedModels({"small": make_hash_llm, "big": make_hash_llm}, make_app),
             unknown_model_statuses=unknown_model_statuses(settings),
         )
         await asyncio.to_thread(models.load_all)

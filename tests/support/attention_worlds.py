@@ -13,6 +13,7 @@ from torch import Tensor
 from infer.attention.cpu import NativeBackend
 from infer.attention.layout import AttentionBackend, BatchLayout
 from infer.kernels import loader
+from infer.kernels.rotary import QKRotation
 
 Steps = list[list[tuple[int, int]]]
 
@@ -22,11 +23,12 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Scores:
-    """What happens to scores beside their factor, as arguments of backends."""
+    """What happens to scores beside their factor: arguments of backends, and the heads' sinks."""
 
     softcap: float | None = None
     slopes: tuple[float, ...] = ()
     rounded: float | None = None
+    sinks: tuple[float, ...] = ()
 
 
 PLAIN = Scores()
@@ -141,7 +143,9 @@ def run(
     keys[0] = values[0] = 0
     if caches is not None:
         caches += [keys, values]
-    own = {} if world.scores == PLAIN else vars(world.scores)
+    own = {} if world.scores == PLAIN else dict(vars(world.scores))
+    sinks = own.pop("sinks", ())
+    turn = QKRotation.of(None, None, sinks=torch.tensor(sinks)) if sinks else None
     backend = make(
         [keys], [values], num_heads=heads, scale=world.scale, windows=[world.window], **own
     )
@@ -166,9 +170,9 @@ def run(
             q, k, v = (torch.cat(part) for part in zip(*parts, strict=True))
             if fused:  # slices of one projection, as the decoder passes them
                 q, k, v = torch.cat([q, k, v], dim=1).split([heads, groups, groups], dim=1)
-            out = backend(0, q, k, v)
+            out = backend(0, q, k, v, turn)
             if threads > 1:  # a plan serves all layers
-                assert torch.equal(out, backend(0, q, k, v))
+                assert torch.equal(out, backend(0, q, k, v, turn))
             for (i, _), first, last in zip(step, starts, starts[1:], strict=False):
                 rows[i].append(out[first:last])
     finally:
@@ -210,7 +214,11 @@ def exact(world: World) -> list[Tensor]:
         hidden = distance < 0
         if world.window is not None:
             hidden |= distance >= world.window
-        probs = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if world.scores.sinks:
+            sinks = torch.tensor(world.scores.sinks).double()[:, None, None]
+            scores = torch.cat([scores, sinks.expand(-1, len(q), 1)], dim=-1)
+        probs = scores.softmax(dim=-1)[..., : len(q)]
         out.append(torch.einsum("hqk,khd->qhd", probs, v))
     return out
 

@@ -83,6 +83,7 @@ GPT2: dict[str, object] = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", SMALL),
+    "cwm": ("Cwm", {**WINDOWED, "num_hidden_layers": 5, "head_dim": 24}),
     "mistral": ("Mistral", SMALL),
     "ministral": ("Ministral", {**WINDOWED, "head_dim": 24}),
     "ministral3": (
@@ -120,6 +121,14 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             "mamba_n_heads": 4,
             "residual_multiplier": 0.5,
         },
+    ),
+    "granite_swa": (
+        "GraniteSWA",
+        {**WINDOWED, "num_hidden_layers": 4, "residual_multiplier": 0.4},
+    ),
+    "hyperclovax": (
+        "HyperCLOVAX",
+        {**FEW, "residual_multiplier": 0.4, "logits_scaling": 0.5, "embedding_multiplier": 3.0},
     ),
     "seed_oss": ("SeedOss", {**FEW, "head_dim": 24}),
     "olmo": ("Olmo", FEW),
@@ -159,6 +168,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "starcoder2": ("Starcoder2", WINDOWED),
     "arcee": ("Arcee", FEW),
     "nemotron": ("Nemotron", FEW),
+    "jais2": ("Jais2", FEW),
     "apertus": ("Apertus", FEW),
     "gpt2": ("GPT2", GPT2),
     "gpt_bigcode": ("GPTBigCode", GPT2),

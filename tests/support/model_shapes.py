@@ -60,6 +60,13 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
         "biases": {"attention_bias": True, "mlp_bias": True},
         "three shards": {"shard_bytes": 220_000},
     },
+    "cwm": {
+        "plain": {},
+        "scaled rope, own pattern": {
+            "rope_parameters": LLAMA3,
+            "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING],
+        },
+    },
     "mistral": {
         "plain": {"sliding_window": None},
         "window shorter than the prompt": {"sliding_window": 37},
@@ -149,6 +156,25 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     },
+    "granite_swa": {
+        "plain": {},
+        "a base for each layer, one kv head, untied": {
+            "layer_rope_theta": [500.0, 0, 9000.0, 0],
+            "layer_types": [SLIDING, FULL, FULL, SLIDING],
+            "num_key_value_heads": 1,
+            "attention_multiplier": 0.2,
+            **UNTIED,
+        },
+    },
+    "hyperclovax": {
+        "plain": {},
+        "no norms behind the blocks, own scale, biases": {
+            "use_post_norm": False,
+            "attention_multiplier": 0.2,
+            **ATTENTION_BIAS,
+            "mlp_bias": True,
+        },
+    },
     "granite_hybrid": {
         "plain": {},
         "rotates, all multipliers": {
@@ -218,6 +244,14 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     },
+    "jais2": {
+        "plain": {},
+        "no biases, one kv head": {
+            "attention_bias": False,
+            "mlp_bias": False,
+            "num_key_value_heads": 1,
+        },
+    },
     "apertus": {"plain": {}, "biases, plain rope": {"rope_parameters": WHOLE, **ATTENTION_BIAS}},
     "gpt2": {
         "plain": {},
@@ -272,7 +306,13 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "opt": {"plain": {}, "no biases, untied": {"enable_bias": False, **UNTIED}},
 }
 
-LOOPED = frozenset({("cohere", "q/k norms, biases")})
+LOOPED = frozenset(
+    {
+        ("cohere", "q/k norms, biases"),
+        ("granite_swa", "plain"),
+        ("granite_swa", "a base for each layer, one kv head, untied"),
+    }
+)
 """Shapes that the native stack does not compute, of families whose decoder is the common one."""
 
 

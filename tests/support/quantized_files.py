@@ -144,20 +144,22 @@ def gptq(bits: int, group: int | None, offset: int = 1, **how: bool) -> Callable
     return write
 
 
-def awq(weight: Tensor) -> Written:
-    found = grouped(weight, 4, 32, torch.float16, symmetric=False)
-
+def awq(group: int) -> Callable[[Tensor], Written]:
     def words(numbers: Tensor) -> Tensor:
         """[n, out] → [n, out / 8]"""
         each = numbers.view(len(numbers), -1, 8)[:, :, list(AWQ_ORDER)]
         return packed(each.reshape(len(numbers), -1), 4)
 
-    tensors = {
-        "qweight": words(found.stored.T),
-        "qzeros": words(found.zeros.T),
-        "scales": found.scales.T.contiguous(),
-    }
-    return tensors, found.numbers
+    def write(weight: Tensor) -> Written:
+        found = grouped(weight, 4, group, torch.float16, symmetric=False)
+        tensors = {
+            "qweight": words(found.stored.T),
+            "qzeros": words(found.zeros.T),
+            "scales": found.scales.T.contiguous(),
+        }
+        return tensors, found.numbers
+
+    return write
 
 
 def fp8(
@@ -299,6 +301,8 @@ def by_gptq(bits: int, group: int | None, **more: Any) -> dict[str, Any]:
 TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 FP8_TOKEN = {**TOKEN, "type": "float"}
 WIDE = {"intermediate_size": 96}
+UNITS = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+"""Widths for groups of 64 and 128, and for one scale an output in units of 128 inputs."""
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 GROUP: dict[str, Any] = {"strategy": "group", "group_size": 32}
@@ -310,10 +314,25 @@ FORMATS: dict[str, Format] = {
         compressed("int-quantized", num_bits=8, rows=TOKEN), w8a8, "int8"
     ),
     "W4A16": Format(compressed(PACK, **GROUP), pack_quantized(4, 32), "Q4_0", WIDE),
-    "W4A16, a scale for each output": Format(compressed(PACK), pack_quantized(4, None), "Q4_0"),
+    "W4A16, a scale for each output": Format(
+        compressed(PACK), pack_quantized(4, None), "U4_128", UNITS
+    ),
+    "W4A16, groups of 64": Format(
+        compressed(PACK, strategy="group", group_size=64), pack_quantized(4, 64), "U4_64", UNITS
+    ),
+    "W4A16, groups of 128": Format(
+        compressed(PACK, strategy="group", group_size=128), pack_quantized(4, 128), "U4_128", UNITS
+    ),
+    "W8A16, a scale for each output": Format(
+        compressed(PACK, num_bits=8), pack_quantized(8, None), "U8_128", UNITS
+    ),
+    "W8A16 with zero points, groups of 128": Format(
+        compressed(PACK, num_bits=8, strategy="group", group_size=128, symmetric=False),
+        pack_quantized(8, 128, symmetric=False), "U8_128", UNITS,
+    ),
     "W4A16 with zero points": Format(
         compressed(PACK, **GROUP, symmetric=False),
-        pack_quantized(4, 32, symmetric=False), "Q5_0", WIDE,
+        pack_quantized(4, 32, symmetric=False), "U4_32", WIDE,
     ),
     "W4A16 in another order": Format(
         compressed(PACK, **ORDERED), pack_quantized(4, 32, shuffled=True), None, WIDE
@@ -341,20 +360,23 @@ FORMATS: dict[str, Format] = {
     ),
     "MXFP4 of compressed-tensors": Format(
         compressed("mxfp4-pack-quantized", type="float", **GROUP),
-        mxfp4("weight_packed", "weight_scale", inner=False), "Q5_0", WIDE,
+        mxfp4("weight_packed", "weight_scale", inner=False), "MXFP4", WIDE,
     ),
     "NVFP4": Format(
         compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group", group_size=16),
         nvfp4,
     ),
     "GPTQ": Format(by_gptq(4, 32), gptq(4, 32), "Q4_0", WIDE),
-    "GPTQ, one group": Format(by_gptq(4, None), gptq(4, None), "Q4_0"),
+    "GPTQ, one group": Format(by_gptq(4, None), gptq(4, None), "U4_128", UNITS),
     "GPTQ with zero points": Format(
-        by_gptq(4, 32, sym=False), gptq(4, 32, symmetric=False), "Q5_0", WIDE
+        by_gptq(4, 32, sym=False), gptq(4, 32, symmetric=False), "U4_32", WIDE
+    ),
+    "GPTQ with zero points, groups of 128": Format(
+        by_gptq(4, 128, sym=False), gptq(4, 128, symmetric=False), "U4_128", UNITS
     ),
     "GPTQ v2": Format(
         by_gptq(4, 32, sym=False, checkpoint_format="gptq_v2"),
-        gptq(4, 32, 0, symmetric=False), "Q5_0", WIDE,
+        gptq(4, 32, 0, symmetric=False), "U4_32", WIDE,
     ),
     "GPTQ in another order": Format(
         by_gptq(4, 32, desc_act=True), gptq(4, 32, shuffled=True), None, WIDE
@@ -364,7 +386,11 @@ FORMATS: dict[str, Format] = {
     "GPTQ, 8 bits": Format(by_gptq(8, 32), gptq(8, 32), "Q8_0", WIDE, head=True),
     "AWQ": Format(
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
-        awq, "Q5_0", WIDE,
+        awq(32), "U4_32", WIDE,
+    ),
+    "AWQ, groups of 128": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+        awq(128), "U4_128", UNITS,
     ),
     "FP8 in blocks": Format(FP8_BLOCKS, fp8("block", "weight_scale_inv")),
     "FP8 in blocks with powers of two": Format(
@@ -376,7 +402,8 @@ FORMATS: dict[str, Format] = {
         {"quant_method": "fp8", "activation_scheme": "static"}, fp8("tensor")
     ),
     "MXFP4": Format(
-        {"quant_method": "mxfp4"}, mxfp4("weight_blocks", "weight_scales", inner=True), "Q5_0", WIDE
+        {"quant_method": "mxfp4"},
+        mxfp4("weight_blocks", "weight_scales", inner=True), "MXFP4", WIDE,
     ),
     "nf4": Format(NF4, four_bits(nested=False)),
     "nf4, doubly quantised": Format(

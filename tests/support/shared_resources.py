@@ -347,7 +347,7 @@ UNLIMITED = (
                 "_Loader.__init__:Thread",
                 "_Loader._queue:SimpleQueue",
             ),
-            *_at("server/multi_model.py", "ModelRouter._models:LoadedModels"),
+            *_at("server/serve.py", "_router.models:LoadedModels"),
             *_at("replicas/launch.py", "Loads._lock:Lock"),
             *_at("models/weights.py", "TensorFiles._recent:deque"),
             *_at("kernels/cuda/launch.py", "compiled_together:ThreadPoolExecutor"),

@@ -157,27 +157,32 @@ class SDPABackend:
         keys.index_copy_(0, self._slots, k)
         values.index_copy_(0, self._slots, v)
         out = torch.empty_like(q)
+        sinks = None if turn is None else turn.sinks
         for tiles in self._tiles[self._windows[layer]]:
-            out.index_copy_(0, tiles.queries, self._attend_tiles(tiles, q, keys, values))
+            out.index_copy_(0, tiles.queries, self._attend_tiles(tiles, q, keys, values, sinks))
         return out
 
-    def _attend_tiles(self, tiles: _Tiles, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend_tiles(
+        self, tiles: _Tiles, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None
+    ) -> Tensor:
         n, t = tiles.num_tiles, tiles.num_queries
         heads, rep, size = self.num_kv_heads, self.group_size, self.head_dim
         queries = q.index_select(0, tiles.queries).view(n, t, heads, rep, size)
         queries = queries.transpose(1, 2).reshape(n, heads, t * rep, size)
         k = keys.index_select(0, tiles.cells).view(n, -1, heads, size).transpose(1, 2)
         v = values.index_select(0, tiles.cells).view(n, -1, heads, size).transpose(1, 2)
-        if self.softcap is not None or self._slopes is not None:
-            out = self._attend_shaped(tiles, queries, k, v)
+        if self.softcap is not None or self._slopes is not None or sinks is not None:
+            out = self._attend_shaped(tiles, queries, k, v, sinks)
         else:
             out = F.scaled_dot_product_attention(
                 queries, k, v, attn_mask=tiles.mask, scale=self.scale
             )
         return out.view(n, heads, t, rep, size).transpose(1, 2).reshape(n * t, heads * rep, size)
 
-    def _attend_shaped(self, tiles: _Tiles, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention with a cap of scores or with slopes, in float32.
+    def _attend_shaped(
+        self, tiles: _Tiles, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> Tensor:
+        """Attention with a cap of scores, with slopes or with sinks [H], in float32.
 
         q [n, G, t · H/G, D]; k, v [n, G, s, D] → [n, G, t · H/G, D]."""
         scores = q.float() @ k.float().transpose(-1, -2) * self.scale
@@ -185,7 +190,14 @@ class SDPABackend:
             scores = torch.tanh(scores / self.softcap) * self.softcap
         if self._slopes is not None:
             scores = scores + self._biases(tiles).flatten(2, 3)
-        weights = scores.masked_fill(~tiles.mask, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(~tiles.mask, -torch.inf)
+        if sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            of_rows = sinks.view(1, self.num_kv_heads, 1, self.group_size, 1)
+            shape = (len(scores), -1, tiles.num_queries, -1, -1)
+            column = of_rows.expand(shape).flatten(2, 3)
+            weights = torch.cat([scores, column], dim=-1).softmax(-1)[..., :-1]
         return (weights @ v.float()).to(v.dtype)
 
     def _biases(self, tiles: _Tiles) -> Tensor:

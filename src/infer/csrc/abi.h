@@ -133,11 +133,11 @@ int infer_attention_plan(void* plan, int B, const int64_t* starts, const int64_t
 // One layer of the planned step: writes k, v to their cells, then attends. Strides are elements from token to
 // token. When q and k are read (bfloat16 only), their heads are normalised if there are norms [D], and then rotated
 // if there are `cos` and `sin` [T, D / 2]; the queries are then multiplied by `q_factor` [D] and `growth` [T]. Each of
-// them may be null.
+// them may be null. `sinks` [H], if not null: scores that take a share of their head's weights and have no value.
 void infer_attention_attend(void* plan, int window, void* keys, void* values, const void* q, const void* k,
                             const void* v, void* out, long q_stride, long k_stride, long v_stride, const float* cos,
                             const float* sin, const float* q_norm, const float* k_norm, float eps,
-                            const float* q_factor, const float* growth);
+                            const float* q_factor, const float* growth, const float* sinks);
 
 // Whether an instruction set has linear layers and runs here within the limit of infer_set_isa.
 int infer_linear_runs_here(const char* isa_name);

@@ -368,7 +368,7 @@ int infer_attention_plan(void* plan, int B, const int64_t* starts, const int64_t
 void infer_attention_attend(void* plan, int window, void* keys, void* values, const void* q, const void* k,
                             const void* v, void* out, long q_stride, long k_stride, long v_stride, const float* cos,
                             const float* sin, const float* q_norm, const float* k_norm, float eps,
-                            const float* q_factor, const float* growth) {
+                            const float* q_factor, const float* growth, const float* sinks) {
   AttentionPlan& e = *(AttentionPlan*)plan;
   const rotary::Rotation rotation{cos, sin, {q_norm, k_norm}, q_factor, growth, e.D, eps};
   const rotary::Rotation* turned = cos || q_norm || q_factor || growth ? &rotation : nullptr;
@@ -419,6 +419,7 @@ void infer_attention_attend(void* plan, int window, void* keys, void* values, co
   call.scale = e.scale;
   call.cap = e.cap;
   call.rounded = e.rounded;
+  call.sinks = sinks;
   call.slopes = e.slopes.empty() ? nullptr : e.slopes.data();
   call.shapes_scores = call.cap || call.slopes;
   const bool tiny = cut.cost < 20000;  // less than waking a thread

@@ -70,6 +70,7 @@ struct LayerCall {  // one layer of one step
   float cap, rounded;            // times log2(e); 0: none
   const float* slopes;           // [H], times log2(e) unless they are of rounded products; null: none
   bool shapes_scores;            // by a cap or slopes
+  const float* sinks;            // [H], scores without a key; null: none
 };
 
 inline long state_words_of(int D) { return round_up(D, 32) + 16; }                  // of a row; its maximum lies apart

@@ -201,14 +201,25 @@ inline void combine(const LayerCall& call, int rows, int padded_rows, float* tot
   }
 }
 
+// What a row's sums are multiplied by: one over the sum of all weights, that of a sink (Xiao et al. 2023,
+// arXiv:2309.17453) included. `greatest`: the score whose weight is 1, times log2(e).
+inline float inverse_of_weights(const LayerCall& call, long head, float weights, float greatest) {
+  if (!call.sinks) return 1.f / weights;
+  const float sink = call.sinks[head] * 1.4426950408889634f, most = std::max(greatest, sink);
+  const float of_keys = exp2_vf<true>(set1(greatest - most))[0];
+  return of_keys / (weights * of_keys + exp2_vf<true>(set1(sink - most))[0]);
+}
+
 template <class M>
 void finish(const LayerCall& call, const Item& item, int group, float* state) {
   using T = typename M::Storage;
-  for (int r = 0; r < item.tokens * call.rep; ++r, state += call.state_words) {
+  const int rows = item.tokens * call.rep;
+  const float* greatest = state + (long)round_up(rows, 16) * call.state_words;
+  for (int r = 0; r < rows; ++r, state += call.state_words) {
     const long token = item.row + r / call.rep, head = group * call.rep + r % call.rep;
     T* to = (T*)call.out + (token * call.H + head) * call.D;
     M::natural_order(state, call.padded);
-    const vf inverse = set1(1.f / hsum(load(state + call.padded)));
+    const vf inverse = set1(inverse_of_weights(call, head, hsum(load(state + call.padded)), greatest[r]));
     const vf zero = set1(0.f);  // + 0: there is one zero, not two
     int i = 0;
     for (; i + W <= call.D; i += W) put_rounded(to + i, fma(load(state + i), inverse, zero));

@@ -87,6 +87,18 @@ void put_half_step(const BlockFormat& format, char* step, Place place, const Blo
   put_codes(format, (uint8_t*)step + format.multiple_bytes(), place, block.codes, group * 8, group * 8 + 8);
 }
 
+// A block of a type with zero points: a part of a unit that begins at `input`.
+void put_part(const BlockFormat& format, char* unit, Place place, const Block& block, long input) {
+  const long first = input % (format.unit_steps() * 64), own = first / format.file_inputs;
+  std::memcpy(unit + (own * 32 + place.index()) * 2, &block.scale, 2);
+  unit[(format.unit_blocks() * 2 + own) * 32 + place.index()] = (char)block.minimum;
+  for (long i = 0; i < format.file_inputs; i += 32) {
+    const long k = first + i, line = k / 32 % 2 * 8;
+    uint8_t* step = (uint8_t*)unit + format.head_bytes() + k / 64 * format.step_bytes();
+    put_codes(format, step, place, block.codes + i, line, line + 8);
+  }
+}
+
 // The codes of a block as those of another type, which holds the same numbers.
 void recode(const BlockFormat& from, const BlockFormat& to, Block& block) {
   const int more = to.offset_bits < 0 ? 0 : (1 << to.offset_bits) - (1 << from.offset_bits);
@@ -113,6 +125,8 @@ void pack_block_panel(const BlockPacking& p, long panel) {
         recode(source, format, block);
         if (format.has_units())
           put_column(format, to + k / 256 * format.unit_bytes(), place, block);
+        else if (format.has_zeros())
+          put_part(format, to + k / 64 / format.unit_steps() * format.unit_bytes(), place, block, k);
         else
           put_half_step(format, to + k / 64 * format.unit_bytes(), place, block, k);
       }
@@ -146,9 +160,9 @@ struct Factors {  // a and b
   float of_code, minimum;
 };
 
-// Those of a group of a step, in a column.
-Factors factors_of(const BlockFormat& format, const uint8_t* unit, const uint8_t* step, int group, long column) {
-  const int groups = 64 / format.group;
+// Those of a group of a step, in a column. `input`: the first one of the group.
+Factors factors_of(const BlockFormat& format, const uint8_t* unit, const uint8_t* step, long input, long column) {
+  const int groups = 64 / format.group, group = (int)(input % 64 / format.group);
   const long at = group * 32 + column, minimum_at = (groups + group) * 32 + column;
   const float once = format.has_units() ? float_of(read_half(unit + column * 2)) : 0.f;
   const float minimum_once =
@@ -158,6 +172,11 @@ Factors factors_of(const BlockFormat& format, const uint8_t* unit, const uint8_t
       return {float_of(read_half(step + at * 2)), format.has_minima ? float_of(read_half(step + minimum_at * 2)) : 0.f};
     case Multiples::EXPONENTS: return {std::ldexp(1.f, (int8_t)step[at]), 0.f};
     case Multiples::NIBBLES: return {once * (float)(step[at] & 15), minimum_once * (float)(step[at] >> 4)};
+    case Multiples::ZEROS: {
+      const long own = input % (format.unit_steps() * 64) / format.file_inputs;
+      const float scale = float_of(read_half(unit + (own * 32 + column) * 2));
+      return {scale, scale * (float)(int8_t)unit[(format.unit_blocks() * 2 + own) * 32 + column]};
+    }
     case Multiples::BYTES: break;
   }
   if (format.has_minima) return {once * (float)step[at], minimum_once * (float)step[minimum_at]};
@@ -176,7 +195,7 @@ void read_column(const Layer& layer, long column, uint16_t* to) {
     const uint8_t* unit = weight + step / format.unit_steps() * format.unit_bytes();
     const uint8_t* at = unit + format.head_bytes() + step % format.unit_steps() * format.step_bytes();
     for (int i = 0; i < 64 && k + i < layer.K; i += format.group) {
-      const Factors factors = factors_of(format, unit, at, i / format.group, place.index());
+      const Factors factors = factors_of(format, unit, at, k + i, place.index());
       for (int j = i; j < i + format.group; ++j) {
         const int number = code_of(format, at + format.multiple_bytes(), place, j) - offset;
         to[k + j] = narrowed(factors.of_code * (float)number - factors.minimum);

@@ -12,10 +12,15 @@
 //   Q2_K               a: float16 of 256 inputs × 4 bits of each 16          b: likewise  offset 0
 //   Q6_K, Q3_K         a: float16 of 256 inputs × 8 bits (signed) of 16      b: 0         offset 32, 4
 //   IQ4_XS             a: float16 of 256 inputs × 8 bits (signed) of 32      b: 0         offset 128, table of IQ4_NL
+//   U4_N, U8_N         a: float16 of each N inputs                           b: a · z     offset 0, 128
+//
+// The last ones are no types of GGUF files: quantised safetensors have one scale and one whole number z that means 0
+// (less the offset) for 32, 64 or 128 inputs. Here their blocks are a, z in a byte, a byte without meaning, and for
+// each 32 inputs the codes of a block of Q4_0 or bytes.
 //
 // The layout: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h has that of files. Here a panel of 32
-// columns is a sequence of units of 64 or 256 inputs. A unit begins with what its columns have once (a's and b's
-// float16, 32 of each), then come its steps of 64 inputs:
+// columns is a sequence of units of 64, 128 or 256 inputs. A unit begins with what its columns have once (a's and b's
+// float16, 32 of each, or those of a of each N inputs and then the bytes z), then come its steps of 64 inputs:
 //
 //   multiples  of each 32 inputs (or 16) one for each column: float16, bytes or exponents; after those of a those of b,
 //              or both in one byte
@@ -31,7 +36,7 @@
 
 namespace linear {
 
-// A type of blocks, under its number in GGUF files.
+// A type of blocks, under its number in GGUF files if they have it.
 enum class BlockType : int {
   NONE = -1,
   Q4_0 = 2,
@@ -46,7 +51,11 @@ enum class BlockType : int {
   Q6_K = 14,
   IQ4_NL = 20,
   IQ4_XS = 23,
-  MXFP4 = 39
+  MXFP4 = 39,
+  U4_32 = 256,  // from here on no file's
+  U4_64,
+  U4_128,
+  U8_128
 };
 
 // What the inputs of a group share, beside what a unit of 256 inputs has once.
@@ -55,6 +64,7 @@ enum class Multiples {
   EXPONENTS,  // a byte with a sign, of 2; a unit has nothing once
   BYTES,      // a byte each of a, with a sign if there is no b, and of b
   NIBBLES,    // a byte: low half of a, high one of b
+  ZEROS,      // nothing; a unit has float16 and a byte z for each block of the file
 };
 
 // What codes mean: numbers that are multiplied, each larger by the format's offset.
@@ -78,9 +88,15 @@ struct BlockFormat {
   Table table = Table::NONE;
 
   constexpr bool has_units() const { return multiples == Multiples::BYTES || multiples == Multiples::NIBBLES; }
-  constexpr long unit_steps() const { return has_units() ? 4 : 1; }
-  constexpr long head_bytes() const { return !has_units() ? 0 : has_minima ? 128 : 64; }  // of a unit
+  constexpr bool has_zeros() const { return multiples == Multiples::ZEROS; }
+  constexpr long unit_steps() const { return has_units() ? 4 : has_zeros() && file_inputs > 32 ? 2 : 1; }
+  constexpr long unit_blocks() const { return unit_steps() * 64 / file_inputs; }
+  constexpr long head_bytes() const {  // of a unit
+    if (has_zeros()) return ceil_div(unit_blocks() * 32 * 3, 64) * 64;
+    return !has_units() ? 0 : has_minima ? 128 : 64;
+  }
   constexpr long multiple_bytes() const {
+    if (has_zeros()) return 0;
     const long one = 64 / group * 32 * (multiples == Multiples::HALVES ? 2 : 1);
     return one * (has_minima && multiples != Multiples::NIBBLES ? 2 : 1);
   }
@@ -113,6 +129,10 @@ constexpr BlockFormat BLOCK_FORMATS[] = {
     {BlockType::IQ4_NL, 4, 7, 32, Multiples::HALVES, false, 32, 18, Table::IQ4},
     {BlockType::IQ4_XS, 4, 7, 32, Multiples::BYTES, false, 256, 136, Table::IQ4},
     {BlockType::MXFP4, 4, 4, 32, Multiples::EXPONENTS, false, 32, 17, Table::E2M1},
+    {BlockType::U4_32, 4, -1, 32, Multiples::ZEROS, true, 32, 20},
+    {BlockType::U4_64, 4, -1, 32, Multiples::ZEROS, true, 64, 36},
+    {BlockType::U4_128, 4, -1, 32, Multiples::ZEROS, true, 128, 68},
+    {BlockType::U8_128, 8, 7, 32, Multiples::ZEROS, true, 128, 132},
 };
 constexpr int NUM_BLOCK_FORMATS = sizeof BLOCK_FORMATS / sizeof BLOCK_FORMATS[0];
 

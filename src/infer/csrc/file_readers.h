@@ -11,7 +11,7 @@ constexpr long MOST_INPUTS = 256;  // of a block
 
 struct Block {  // of one row, whatever its type: 32 or 256 inputs
   uint8_t codes[MOST_INPUTS];
-  uint16_t scale, minimum;  // float16; scale: or an exponent of 2, larger by 128
+  uint16_t scale, minimum;  // float16; scale: or an exponent of 2, larger by 128; minimum: or the byte z
   uint8_t multiples[16], minima[8];
 };
 
@@ -53,6 +53,18 @@ inline void read_q8_0(const uint8_t* from, Block& to) {
 inline void read_iq4_nl(const uint8_t* from, Block& to) { put(to, read_half(from), 0, nibbles(from + 2)); }
 
 inline void read_mxfp4(const uint8_t* from, Block& to) { put(to, from[0], 0, nibbles(from + 1)); }
+
+inline void read_zeroed(long inputs, int bits, const uint8_t* from, Block& to) {
+  to.scale = read_half(from), to.minimum = from[2], from += 4;
+  for (long i = 0; i < inputs; i += 32, from += bits * 4) {
+    if (bits == 8) {
+      std::memcpy(to.codes + i, from, 32);
+      continue;
+    }
+    const Codes codes = nibbles(from);
+    std::memcpy(to.codes + i, &codes, sizeof codes);
+  }
+}
 
 inline void read_iq4_xs(const uint8_t* from, Block& to) {
   to.scale = read_half(from);
@@ -141,6 +153,10 @@ inline void read_block(BlockType type, const uint8_t* from, Block& to) {
     case BlockType::IQ4_NL: return read_iq4_nl(from, to);
     case BlockType::IQ4_XS: return read_iq4_xs(from, to);
     case BlockType::MXFP4: return read_mxfp4(from, to);
+    case BlockType::U4_32: return read_zeroed(32, 4, from, to);
+    case BlockType::U4_64: return read_zeroed(64, 4, from, to);
+    case BlockType::U4_128: return read_zeroed(128, 4, from, to);
+    case BlockType::U8_128: return read_zeroed(128, 8, from, to);
     case BlockType::NONE: return;
   }
 }
@@ -155,6 +171,7 @@ inline void numbers_of(const BlockFormat& format, const Block& block, float* to)
     switch (format.multiples) {
       case Multiples::HALVES: break;
       case Multiples::EXPONENTS: a = std::ldexp(1.f, block.scale - 128); break;
+      case Multiples::ZEROS: b = scale * (float)(int8_t)block.minimum; break;
       case Multiples::NIBBLES: a = scale * (float)(multiple & 15), b = minimum * (float)(multiple >> 4); break;
       case Multiples::BYTES:
         a = scale * (float)(format.has_minima ? multiple : (int8_t)multiple);

@@ -45,7 +45,8 @@ void attend(const Sizes& s, const DecoderLayer& layer, void* plan, const CacheAd
   if (layer.all_keys)
     infer_norm_rows(layer.all_keys, k, width, nullptr, 1, k, width, s.num_tokens, s.kv_size, s.threads);
   infer_attention_attend(plan, (int)cache.window, cache.keys, cache.values, q, k, v, rows.attended, width, width, width,
-                         angles.cos, angles.sin, layer.q_norm, layer.k_norm, eps, layer.q_factor, angles.growth);
+                         angles.cos, angles.sin, layer.q_norm, layer.k_norm, eps, layer.q_factor, angles.growth,
+                         nullptr);
 }
 
 void apply(const Sizes& s, const DecoderLayer& layer, void* plan, const CacheAddresses& cache,

@@ -133,8 +133,8 @@ struct Blocks {
     if constexpr (F.table != Table::NONE)
       for (int half = 0; half < 2; ++half) to[half] = looked_up(TABLES[(int)F.table], to[half]);
   }
-  // a and b of W columns from `at` on, for a group of inputs.
-  static INLINE void factors_of(const char* unit, const char* step, int group, long at, vf& a, vf& b) {
+  // a and b of W columns from `at` on, for a group of inputs. `i`: the step's index in its unit.
+  static INLINE void factors_of(const char* unit, const char* step, int i, int group, long at, vf& a, vf& b) {
     const char *of_group = step + group * SIDE + at, *of_minima = of_group + GROUPS * SIDE;
     if constexpr (UNPACKED) {
       const float* from = (const float*)(step + 2 * TILE) + group * SIDE + at;
@@ -145,6 +145,10 @@ struct Blocks {
       if constexpr (F.has_minima) b = half_floats(step + ((GROUPS + group) * SIDE + at) * 2);
     } else if constexpr (F.multiples == Multiples::EXPONENTS) {
       a = powers_of_2(widen_bytes(of_group));
+    } else if constexpr (F.has_zeros()) {
+      const long own = (i * 2 + group) * 32 / F.file_inputs * SIDE + at;
+      a = half_floats(unit + own * 2);
+      b = a * float_lanes(widen_bytes(unit + F.unit_blocks() * SIDE * 2 + own));
     } else if constexpr (F.multiples == Multiples::NIBBLES) {
       const vb both = widen_bytes(of_group);
       a = half_floats(unit + at * 2) * float_lanes(both & lanes_of(15));
@@ -298,7 +302,7 @@ struct Blocks {
           for (int group = 0; group < GROUPS; ++group)
             for (int v = 0; v < 2; ++v) {
               vf a, b;
-              factors_of(unit, step, group, column + v * 16, a, b);
+              factors_of(unit, step, i, group, column + v * 16, a, b);
               store(factors + group * SIDE + v * 16, a);
               if constexpr (F.has_minima) store(factors + (GROUPS + group) * SIDE + v * 16, b);
             }
@@ -335,7 +339,7 @@ struct Blocks {
             add_up<R>(step + codes_at(at), rows.bytes, rows.groups, group, sum, p ? nothing : ahead);
             vf by[2], minimum[2];
 #pragma GCC unroll 2
-            for (int v = 0; v < 2; ++v) factors_of(unit, step, group, at + v * 16, by[v], minimum[v]);
+            for (int v = 0; v < 2; ++v) factors_of(unit, step, i, group, at + v * 16, by[v], minimum[v]);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
               const RowGroup& own = rows.groups[r * 2 + group * F.group / 32];

@@ -1,4 +1,4 @@
-"""`BlockWeight`: rows of a weight in the blocks of a GGUF file
+"""`BlockWeight`: rows of a weight in the blocks of a GGUF file, or of quantised safetensors
 
 Linear layers hold such weights in the file's own codes and scales (csrc/blocks.h), so nothing is
 rounded a second time, and multiply them in integers. Panels of 32 outputs have one type each. The
@@ -26,6 +26,10 @@ NUMBERS = {
     **{"IQ4_NL": 20, "IQ4_XS": 23, "MXFP4": 39},
 }
 """Number in GGUF files of each type of blocks that linear layers can hold, by its name."""
+ZEROED = {"U4_32": 256, "U4_64": 257, "U4_128": 258, "U8_128": 259}
+"""Number of each type of blocks that no GGUF file has: whole numbers of 4 or 8 bits, of which
+each 32, 64 or 128 inputs share a scale and the number that means zero."""
+_CODES = {**NUMBERS, **ZEROED}
 _FITTED = {"Q4_K": (256, 144), "Q4_1": (32, 20)}
 """Number of inputs and of bytes of a block, of the types that `fitted` makes."""
 _FLOATS = 0
@@ -51,7 +55,7 @@ class BlockWeight:
     """A weight [out, in] in blocks of one type, which begin anew with each row."""
 
     kind: str
-    """Name of the type, one of `NUMBERS`."""
+    """Name of the type: one of `NUMBERS`, or U4_32, U4_64, U4_128 or U8_128."""
     shape: tuple[int, int]
     """Number of outputs and inputs."""
     rows: np.ndarray | None
@@ -129,12 +133,12 @@ def panel_kinds(weights: Sequence[BlockWeight], *, gated: bool) -> list[str] | N
 def packed_bytes(kinds: Sequence[str], width: int) -> int:
     """The size in bytes of panels of these types with `width` inputs."""
     library = loader.loaded()
-    sizes = {kind: library.infer_blocks_panel_bytes(NUMBERS[kind], width) for kind in set(kinds)}
+    sizes = {kind: library.infer_blocks_panel_bytes(_CODES[kind], width) for kind in set(kinds)}
     return sum(sizes[kind] for kind in kinds)
 
 
 def convert(blocks: np.ndarray, kind: str | None, found: np.ndarray) -> None:
-    """Write blocks [n, bytes] of a type of `NUMBERS` as blocks of Q8_0 to `found` [n, bytes].
+    """Write blocks [n, bytes] of any of the types as blocks of Q8_0 to `found` [n, bytes].
 
     Or as float32, if `found` is of that. `kind` None: the numbers [n, 32], float32. One pass over
     memory. Both arrays are contiguous.
@@ -143,7 +147,7 @@ def convert(blocks: np.ndarray, kind: str | None, found: np.ndarray) -> None:
 
     assert blocks.flags.c_contiguous
     assert found.flags.c_contiguous
-    number = _FLOATS if kind is None else NUMBERS[kind]
+    number = _FLOATS if kind is None else _CODES[kind]
     wanted = _FLOATS if found.dtype == np.float32 else NUMBERS["Q8_0"]
     is_known = loader.loaded().infer_blocks_convert(
         *(blocks.ctypes.data, number, found.ctypes.data, wanted, len(blocks)), num_threads()
@@ -153,4 +157,4 @@ def convert(blocks: np.ndarray, kind: str | None, found: np.ndarray) -> None:
 
 def numbers_of(kinds: Sequence[str]) -> array[int]:
     """The types of panels as the library reads them."""
-    return array("i", [NUMBERS[kind] for kind in kinds])
+    return array("i", [_CODES[kind] for kind in kinds])

@@ -20,13 +20,9 @@ from infer.kernels.linear import (
     NativeLinear,
     PackedLinear,
     PlainLinear,
-    PlannedBlocks,
 )
 
-_KINDS = (
-    *(PlainLinear, PackedLinear, Int8Linear, NativeLinear, CudaLinear, CudaInt8Linear),
-    PlannedBlocks,
-)
+_KINDS = (PlainLinear, PackedLinear, Int8Linear, NativeLinear, CudaLinear, CudaInt8Linear)
 
 _ROWS = (2, 3, 17, 40, 130)
 """Numbers of rows that are compared with one row.

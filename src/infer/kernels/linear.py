@@ -29,7 +29,6 @@ from torch import Tensor
 
 from infer.kernels import cuda, loader
 from infer.kernels.blocks import (
-    NUMBERS,
     BlockWeight,
     fitted,
     numbers_of,
@@ -506,7 +505,8 @@ class NativeLinear:
             assert rows.strides[1] == 1
             address, stride = rows.ctypes.data, rows.strides[0]
             library.infer_linear_pack_blocks(
-                self.handle, address, NUMBERS[part.kind], len(rows), stride, column, threads
+                *(self.handle, address, numbers_of([part.kind])[0]),
+                *(len(rows), stride, column, threads),
             )
             if (
                 not rows.flags.owndata
@@ -569,38 +569,22 @@ class BlockEmbedding:
 
     def __init__(self, weight: BlockWeight) -> None:
         self.dtype = torch.bfloat16
-        self._layer = None if weight.rows is None else NativeLinear([weight])
+        self._layer = NativeLinear([weight])
         self._weight = replace(weight, rows=None)  # not the file's memory, which may go now
 
     @property
-    def packed(self) -> Tensor | None:
-        """The memory of the blocks in the order of panels; None: the weight is only planned."""
-        return None if self._layer is None else self._layer.packed
+    def packed(self) -> Tensor:
+        """The memory of the blocks in the order of panels."""
+        return self._layer.packed
 
     def tied_head(self, fusion: Fusion) -> Linear:
         """An output head with this weight."""
-        if self.packed is None:
-            return PlannedBlocks([self._weight], fusion)
         return NativeLinear([self._weight], None, fusion, packed=self.packed)
 
     def index_select(self, dim: int, tokens: Tensor) -> Tensor:
         """The rows [T, E] of tokens [T]; `dim` is 0."""
         assert dim == 0
-        assert self._layer is not None
         return self._layer.columns(tokens)
-
-
-class PlannedBlocks(_Composed):
-    """The shape of a layer in blocks before the file is read, for plans of memory."""
-
-    def __init__(
-        self,
-        weights: Sequence[BlockWeight | Int8Weight],
-        fusion: Fusion = PRODUCT_ONLY,
-    ) -> None:
-        rows, width = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
-        meta = torch.empty((rows, width), dtype=torch.bfloat16, device="meta")
-        super().__init__(meta, None, fusion)
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -654,8 +638,6 @@ def make_linear(
     several = [weight] if isinstance(weight, (Tensor, BlockWeight)) else weight
     kept = [part for part in several if not isinstance(part, Tensor)]
     parts = [part for part in several if isinstance(part, Tensor)]
-    if kept and kept[0].rows is None:
-        return PlannedBlocks(kept, fusion)
     if kept:
         return NativeLinear(kept, bias, fusion)
     is_narrow = parts[0].dtype == torch.bfloat16

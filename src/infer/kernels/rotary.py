@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, and the norms of their heads.
+"""Rotary embedding of queries and keys, the norms of their heads, and attention sinks.
 
 The attention backend applies both. The native kernel does so when it first reads bfloat16 queries
 and keys (rotary_heads.h); otherwise torch's operations do it before attention. The convention is
@@ -40,7 +40,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QKRotation:
-    """The head norms and the rotation of a layer's queries and keys, as far as it has them."""
+    """The head norms, the rotation and the attention sinks of a layer, as far as it has them."""
 
     cos: Tensor | None
     """Cosines of the tokens' angles, [T, D/2] float32; None: no rotation."""
@@ -52,6 +52,9 @@ class QKRotation:
     """Factor of the rotated queries, [D] float32; None: 1. GPU kernels do not know it."""
     growth: Tensor | None = None
     """Factor of each token's rotated queries, [T] float32; None: 1. GPU kernels do not know it."""
+    sinks: Tensor | None = None
+    """Score of each query head that takes a share of the weights and has no value (Xiao et al.
+    2023, arXiv:2309.17453), [H] float32; None: no sinks. GPU kernels do not know it."""
 
     @classmethod
     def of(
@@ -60,12 +63,17 @@ class QKRotation:
         norms: HeadNorms | None,
         factor: Tensor | None = None,
         growth: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> QKRotation | None:
         """What a layer with these angles and norms passes to attention; None: nothing to do."""
-        if angles is None and norms is None and factor is None and growth is None:
+        if all(each is None for each in (angles, norms, factor, growth, sinks)):
             return None
         cos, sin = angles or (None, None)
-        return cls(cos, sin, norms, factor, growth)
+        return cls(cos, sin, norms, factor, growth, sinks)
+
+    def only_sinks(self) -> QKRotation | None:
+        """What is left once queries and keys are normalised and rotated."""
+        return QKRotation.of(None, None, sinks=self.sinks)
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise and rotate q [T, H, D] and k [T, G, D] by torch's operations."""
@@ -86,12 +94,13 @@ class QKRotation:
 
     def constants(self) -> tuple[int | float | None, ...]:
         """Arguments of the native kernel: addresses of cos, sin and both norms' weights, eps, and
-        addresses of the factors.
+        addresses of the factors and of the sinks.
 
         The addresses of what the layer does not have are None.
         """
         angles = [None if each is None else each.data_ptr() for each in (self.cos, self.sin)]
-        factors = [None if x is None else x.data_ptr() for x in (self.factor, self.growth)]
+        last = (self.factor, self.growth, self.sinks)
+        factors = [None if x is None else x.data_ptr() for x in last]
         if self.norms is None:
             return (*angles, None, None, 0.0, *factors)
         q, k = self.norms.weights

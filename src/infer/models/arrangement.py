@@ -71,7 +71,7 @@ def _rows_of_layer(config: ModelConfig, layer: LayerConfig, part: str, name: str
     """Of a tensor of a layer; `name`: the stored name with a gap for the part's."""
     layout = config.layout
     stored = layout.stored(part)
-    name = name.format(stored).removesuffix(".")  # an activation's number has no suffix
+    name = name.format(stored).removesuffix(".")  # of what has no suffix in files
     turned = layout.transposed and part.endswith("_proj")
     order, total = _packed(layout, layer, part)
     if part not in ("q_proj", "k_proj", "q_norm", "k_norm"):

@@ -96,6 +96,11 @@ class Attention:
         """Norms that `attend` applies."""
         self.factor: Tensor | None = None
         """Factor of rotated queries, [D]."""
+        self.sinks: Tensor | None = None
+        """Attention sinks, [H]."""
+        if layer.form.sinks:
+            sinks = source.keep(f"{prefix}sinks.", (layer.num_heads,))
+            self.sinks = sinks.to(torch.float32, copy=True)  # as in `one_more`, in C++
         self.own_norms: tuple[RowNorm | LayerNorm, ...] = ()
         """Norms of queries and of keys that are applied here."""
         if layer.qk_norm:
@@ -141,7 +146,8 @@ class Attention:
         q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
         if self.own_norms:
             q, k = map(self._normed, self.own_norms, (q, k))
-        turn = QKRotation.of(angles[layer.index], self.norms, self.factor, growth)
+        own = angles[layer.index]
+        turn = QKRotation.of(own, self.norms, self.factor, growth, self.sinks)
         out = attend(layer.index, q, k, v, turn)
         return self.o(out.reshape(-1, self.q_size), residual)
 
@@ -243,7 +249,7 @@ class DecoderLayer:
 
         None: the layer computes something that parts do not say. Such a form must be named here."""
         form, attention, mlp = self.layer.form, self.attention, self.mlp
-        if form.qk_norm == "each head" and attention.own_norms:
+        if form.sinks or (form.qk_norm == "each head" and attention.own_norms):
             return None
         if mlp.act is not None and mlp.gated:
             return None

@@ -14,7 +14,13 @@ from dataclasses import replace
 from typing import Any
 
 from infer.models.layer_forms import LayerForm, NormForm, TensorLayout
-from infer.models.model_config import MAX_LAYERS, ConfigReader, ModelConfig, RopeConfig
+from infer.models.model_config import (
+    MAX_LAYERS,
+    MAX_NUMBER,
+    ConfigReader,
+    ModelConfig,
+    RopeConfig,
+)
 from infer.models.rope_config import read_rope, read_rope_spec
 
 Windows = tuple[int | None, ...]
@@ -108,6 +114,25 @@ def read_ministral3(architecture: str, reader: ConfigReader) -> ModelConfig:
     return replace(config, rope=replace(config.rope, query_growth=float(growth)))
 
 
+def read_cwm(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of Code World Model: Llama 3's; three of four layers have windows."""
+    reader.use_defaults(
+        rms_norm_eps=1e-5, max_position_embeddings=131_072, head_dim=128, sliding_window=8192
+    )
+    if not reader.raw.get("rope_scaling"):
+        reader.use_defaults(
+            rope_parameters={
+                **{"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0},
+                **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                "original_max_position_embeddings": 8192,
+            }
+        )
+    reader.only("pretraining_tp", (1,), 1)
+    config = decoder(architecture, reader, theta=1e6)
+    windows = layer_windows(reader, config.num_layers, lambda i: i % 4 != 0)
+    return replace(config, windows=windows, mlp_bias=reader.get("mlp_bias", bool, False))
+
+
 def read_qwen2(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Qwen2 and Qwen2.5: q/k/v biases; an optional window in the upper layers."""
     reader.use_defaults(max_position_embeddings=32_768)
@@ -190,6 +215,51 @@ def read_granite(architecture: str, reader: ConfigReader) -> ModelConfig:
         form=LayerForm(residual_scale=reader.positive("residual_multiplier", 1.0)),
         logits_scale=1.0 / reader.positive("logits_scaling", 1.0),
     )
+
+
+def read_hyperclovax(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of HyperCLOVA X: Granite's, with norms behind the blocks, too.
+
+    Logits are multiplied by `logits_scaling`, where Granite divides."""
+    config = read_granite(architecture, reader)
+    scale = reader.positive("attention_multiplier", config.head_dim**-0.5)
+    form = replace(config.form, post_norms=reader.get("use_post_norm", bool, True))
+    names = {"attention_out_norm": "post_norm1", "mlp_out_norm": "post_norm2"}
+    return replace(
+        config,
+        query_scale=scale,
+        logits_scale=1.0 / config.logits_scale,
+        form=form,
+        layout=TensorLayout(names=names),
+    )
+
+
+def read_granite_swa(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of Granite with windows: sinks, and a base of RoPE for each layer (0: none)."""
+    reader.use_defaults(
+        rms_norm_eps=1e-5, max_position_embeddings=8192, sliding_window=128,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    config = read_granite(architecture, reader)
+    count, usual = config.num_layers, config.rope.theta
+    reader.asked.add("layer_rope_theta")
+    bases = reader.raw.get("layer_rope_theta") or [usual] * count
+    good = isinstance(bases, list) and len(bases) == count
+    if not good or any(not _is_base(each) for each in bases):
+        reader.problems.append(
+            f"layer_rope_theta must be {count} bases of RoPE or 0, not {bases!r:.200}"
+        )
+        bases = [usual] * count
+    return replace(
+        config,
+        windows=layer_windows(reader, count, lambda i: i % 4 != 0),
+        ropes=tuple(replace(config.rope, theta=float(each)) if each else None for each in bases),
+        form=replace(config.form, sinks=True),
+    )
+
+
+def _is_base(value: Any) -> bool:
+    return type(value) in (int, float) and (value == 0 or 1 < value < MAX_NUMBER)
 
 
 def read_granite_hybrid(architecture: str, reader: ConfigReader) -> ModelConfig:
@@ -339,6 +409,17 @@ def read_nemotron(architecture: str, reader: ConfigReader) -> ModelConfig:
     norm = NormForm(centred=True, bias=True, one_more=True)
     form = LayerForm(norm=norm, gated=False, activation="relu2")
     return replace(config, mlp_bias=reader.get("mlp_bias", bool, False), form=form)
+
+
+def read_jais2(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of Jais 2: Llama's, with LayerNorm, biases, and a squared ReLU without a gate."""
+    reader.use_defaults(
+        layer_norm_eps=1e-5, max_position_embeddings=8192, attention_bias=True, mlp_bias=True
+    )
+    eps = "layer_norm_eps"
+    config = decoder(architecture, reader, bias=True, acts=("relu2",), eps=eps)
+    form = LayerForm(norm=LAYER_NORM, gated=False, activation="relu2")
+    return replace(config, mlp_bias=reader.get("mlp_bias", bool, True), form=form)
 
 
 def read_apertus(architecture: str, reader: ConfigReader) -> ModelConfig:

@@ -170,6 +170,7 @@ GGUF_FAMILIES: Mapping[str, GGUFFamily] = {
         windows=True,
     ),
     "arcee": GGUFFamily(architecture="ArceeForCausalLM", pairs=True),
+    "jais2": GGUFFamily(architecture="Jais2ForCausalLM", eps=_LAYER_NORM),
     "nemotron": GGUFFamily(
         architecture="NemotronForCausalLM", eps=(LAYER_EPS, "norm_eps"), shares=True
     ),

@@ -54,6 +54,8 @@ class LayerForm:
     """Which norms queries and keys have, if they have any: "head": one weight for all heads, before
     the rotation; "rotated": the same after the rotation; "width": RMSNorm over all heads together;
     "each head": LayerNorm of a head, with a weight for each."""
+    sinks: bool = False
+    """Whether each query head has a sink: a learned score that takes a share of its weights."""
     qkv_clip: float | None = None
     """Largest magnitude of the outputs of the q, k and v projections; None: any."""
 
@@ -66,6 +68,7 @@ _LLAMA_NAMES: Mapping[str, str] = {
     "mlp_in_norm": "post_attention_layernorm",
     "attention_out_norm": "post_attention_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
+    "sinks": "self_attn.sinks",
     "alpha_p": "mlp.act_fn.alpha_p",
     "alpha_n": "mlp.act_fn.alpha_n",
     "embed_tokens": "embed_tokens",

@@ -10,9 +10,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-BLOCKS = (("Q4_0", -8, 7), ("Q5_0", -16, 15), ("Q8_0", -128, 127))
-"""Types of blocks with a scale for each 32 inputs, and the whole numbers that each can hold; the
-smallest first."""
 INT8 = "int8"
 """Name of the form of weights in int8 with one scale an output, whose layer rounds its input to
 int8, too."""
@@ -44,25 +41,38 @@ class Scheme:
     int8_rows: bool = False
     """Whether activations are rounded to int8 with one scale a row."""
 
-    @property
-    def span(self) -> tuple[int, int]:
-        """Least and largest whole number that a weight is before it is scaled."""
-        if self.layout.startswith("mxfp4"):
-            return -12, 12
-        if self.symmetric:
-            return -(1 << self.bits - 1), (1 << self.bits - 1) - 1
-        most = (1 << self.bits) - 1
-        return -most - self.zero_offset, most
-
-    @property
-    def held(self) -> str | None:
+    def held(self, width: int | None = None) -> str | None:
         """The form in which kernels hold such weights without rounding, by its name: `INT8` or a
-        type of blocks. None: they are widened. A file's values may need more room."""
+        type of blocks. None: they are widened. A file's values may need another one.
+
+        `width`: number of inputs of a weight; None: a multiple of 128.
+        """
         if self.layout in WIDENED or self.any_order:
             return None
         if self.int8_rows and self.strategy in ("channel", "tensor") and self.symmetric:
             return INT8
-        return held_in(self.span, self.inputs)
+        return self.blocks(width, centred=self.symmetric)
+
+    def blocks(self, width: int | None, *, centred: bool) -> str | None:
+        """The smallest type of blocks that holds the whole numbers and their scales as they are.
+
+        `centred`: whether the number that means zero is the middle one everywhere. Types that
+        share a scale beyond 32 inputs need a `width` of whole units of 128 (csrc/blocks.h).
+        """
+        if self.layout.startswith("mxfp4"):
+            return "MXFP4"
+        has_units = width is None or width % 128 == 0
+        shared = self.inputs or (128 if has_units else 32)
+        if shared % 32:
+            return None
+        if self.bits > 4:
+            is_long = self.inputs is None or not centred
+            if is_long and has_units and shared % 128 == 0:
+                return "U8_128"
+            return "Q8_0" if centred else None
+        if has_units and shared % 64 == 0:
+            return "U4_64" if shared % 128 else "U4_128"
+        return "Q4_0" if centred else "U4_32"
 
     @property
     def inputs(self) -> int | None:
@@ -80,14 +90,6 @@ class Scheme:
 
 WIDENED = ("fp8", "nvfp4", "nf4", "int8 of bitsandbytes")
 """Layouts whose numbers no kernel holds."""
-
-
-def held_in(span: tuple[int, int], group: int | None) -> str | None:
-    """The type of blocks that holds whole numbers of `span` with a scale for each `group` inputs
-    (None: one for each output); None if there is none."""
-    if group is not None and group % 32:
-        return None
-    return next((name for name, low, high in BLOCKS if low <= span[0] and span[1] <= high), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -351,7 +351,7 @@ def _read_bitsandbytes(method: str, reader: ConfigReader) -> Quantization:
     return Quantization(method, (*ignored, Rule("lm_head", None), Rule("", scheme)))
 
 
-_BLOCKS = "Q4_0, Q5_0 or Q8_0 blocks with the same numbers"
+_BLOCKS = "the smallest blocks with the same numbers"
 METHODS: Mapping[str, Method] = {
     "compressed-tensors": Method(
         _read_compressed_tensors,
@@ -363,7 +363,7 @@ METHODS: Mapping[str, Method] = {
     "gptq": Method(
         _read_gptq,
         "2, 3, 4 and 8 bits, `gptq` and `gptq_v2`, `desc_act`, `dynamic`",
-        f"{_BLOCKS}; with inputs in another order, or zero points in 8 bits: bfloat16",
+        f"{_BLOCKS}; with inputs in another order: bfloat16",
     ),
     "awq": Method(_read_awq, "4 bits, `gemm`", _BLOCKS),
     "fp8": Method(
@@ -371,7 +371,7 @@ METHODS: Mapping[str, Method] = {
         "e4m3 with a scale for blocks, outputs or the tensor, also `ue8m0`",
         "bfloat16",
     ),
-    "mxfp4": Method(_read_mxfp4, "`…_blocks` and `…_scales` of matrices", _BLOCKS),
+    "mxfp4": Method(_read_mxfp4, "`…_blocks` and `…_scales` of matrices", "MXFP4 blocks"),
     "bitsandbytes": Method(
         _read_bitsandbytes,
         "nf4 and fp4, also doubly quantised; int8",

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels.blocks import BlockWeight
@@ -152,25 +152,58 @@ def as_int8(whole: WholeNumbers) -> Int8Weight:
     return Int8Weight((rows, width), whole.codes, whole.scales[:, 0].contiguous())
 
 
-def as_blocks(whole: WholeNumbers, kind: str) -> BlockWeight:
+def as_blocks(layout: Layout, scheme: Scheme, size: Size, read: Read, kind: str) -> BlockWeight:
     """The same numbers in blocks of a type that can hold them; rows are filled up with zeros."""
-    count, width = whole.codes.shape
-    num = -(-width // 32)
-    codes = torch.zeros((count, num * 32), dtype=torch.int8)
-    codes[:, :width] = whole.codes
-    codes = codes.view(count, num, 32)
-    scales = whole.scales.repeat_interleave(-(-num // whole.scales.shape[1]), 1)
-    factors = scales.half().contiguous().view(torch.uint8).view(count, num, 2)
-    if kind == "Q8_0":
-        parts = [factors, codes.view(torch.uint8)]
+    if kind.startswith("U"):
+        rows = _zeroed_blocks(layout, scheme, size, read, int(kind.partition("_")[2]))
+        return BlockWeight(kind, size, rows.numpy())
+    whole = numbers_of(layout, scheme, size, read)
+    codes = _filled(whole.codes.to(torch.int8), 32)
+    scales = _spread_out(whole.scales, codes.shape[1])
+    if kind == "MXFP4":
+        # Factors are halves of powers of two, numbers twice those of their codes.
+        factors = (torch.frexp(scales)[1] + 127).to(torch.uint8)[:, :, None]
+        unsigned = torch.tensor(_E2M1_CODES, dtype=torch.uint8)[(codes + _E2M1[7]).int()]
     else:
-        unsigned = (codes + (8 if kind == "Q4_0" else 16)).view(torch.uint8)
-        nibbles = unsigned & 15
-        parts = [factors, nibbles[:, :, :16] | nibbles[:, :, 16:] << 4]
-        if kind == "Q5_0":
-            fifth = np.packbits((unsigned >> 4).numpy(), axis=2, bitorder="little")
-            parts.insert(1, torch.from_numpy(fifth))
-    return BlockWeight(kind, (count, width), torch.cat(parts, 2).view(count, -1).numpy())
+        factors = _bytes_of(scales)
+        unsigned = (codes + (8 if kind == "Q4_0" else 0)).view(torch.uint8)
+    parts = [factors, unsigned if kind == "Q8_0" else _nibbles(unsigned)]
+    return BlockWeight(kind, size, torch.cat(parts, 2).view(size[0], -1).numpy())
+
+
+def _zeroed_blocks(layout: Layout, scheme: Scheme, size: Size, read: Read, inputs: int) -> Tensor:
+    """The rows of a weight in blocks of that many inputs with a zero point each (csrc/blocks.h)."""
+    assert layout.codes is not None
+    factors = layout.factors(scheme, size, read)
+    middle = 0 if scheme.bits <= 4 else 128
+    codes = layout.codes(scheme, size, read)
+    lowest = -128 if codes.dtype == torch.int8 else 0
+    codes = _filled((codes.view(torch.uint8) ^ 0x80) if lowest else codes, inputs)
+    scales = _spread_out(factors.scales, codes.shape[1])
+    zeros = torch.zeros_like(factors.scales) if factors.zeros is None else factors.zeros
+    zeros = _spread_out((zeros - lowest - middle).to(torch.int8), codes.shape[1])
+    each = codes if middle else _nibbles(codes.view(size[0], -1, 32)).view(*codes.shape[:2], -1)
+    parts = [_bytes_of(scales), zeros.view(torch.uint8)[:, :, None]]
+    return torch.cat([*parts, torch.zeros_like(parts[1]), each], 2).view(size[0], -1)
+
+
+def _filled(codes: Tensor, inputs: int) -> Tensor:
+    """Codes [out, in] as [out, blocks, inputs], with zeros behind the last one."""
+    return F.pad(codes, (0, -codes.shape[1] % inputs)).view(len(codes), -1, inputs)
+
+
+def _spread_out(shared: Tensor, count: int) -> Tensor:
+    """What groups share, [out, groups], for each of `count` blocks, [out, count]."""
+    return shared.repeat_interleave(-(-count // shared.shape[1]), 1)
+
+
+def _bytes_of(scales: Tensor) -> Tensor:
+    return scales.half().contiguous().view(torch.uint8).view(*scales.shape, 2)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """Codes of 4 bits [out, blocks, 32], uint8, as files have them: [out, blocks, 16]."""
+    return codes[:, :, :16] | codes[:, :, 16:] << 4
 
 
 # What several layouts share
@@ -450,6 +483,8 @@ _AWQ = Layout(
 
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the number of each code."""
+_E2M1_CODES = [_E2M1.index(number) if number in _E2M1 else 0 for number in range(-12, 13)]
+"""The code of each whole number from -12 on, twice the code's."""
 _POWERS = ("U8", "F8_E8M0")
 
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from infer.errors import LoadError
-from infer.kernels.blocks import BlockWeight
+from infer.kernels.blocks import BlockWeight, panel_kinds
 from infer.kernels.int8_weight import Int8Weight
 from infer.models.model_config import ModelConfig
-from infer.models.quantization import INT8, Quantization, Scheme, held_in
+from infer.models.quantization import INT8, WIDENED, Quantization, Scheme
 from infer.models.quantized_layouts import (
     LAYOUTS,
     Info,
@@ -84,7 +84,7 @@ class QuantizedFiles:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The forms in which weights can be held, the usual one first."""
-        found = [scheme.held for scheme in self._quantization.schemes]
+        found = [scheme.held() for scheme in self._quantization.schemes]
         return tuple(dict.fromkeys(kind for kind in found if kind is not None))
 
     def source(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
@@ -131,7 +131,7 @@ class QuantizedFiles:
 
         def read(parts: Mapping[str, tuple[int, int]], gated: bool) -> HeldWeights | None:
             if planned:
-                kinds = [self._planned_kind(name) for name in parts]
+                kinds = [self._planned_kind(name, shape[1]) for name, shape in parts.items()]
             else:
                 layers = [self._layers.get(name) for name in parts]
                 kinds = [
@@ -145,9 +145,12 @@ class QuantizedFiles:
                 if planned:
                     return [Int8Weight(shape, None, None) for shape in parts.values()]
                 return [self._int8(self._layers[name]) for name in parts]
+            pairs = zip(known, parts.values(), strict=True)
+            blocks = [BlockWeight(kind, shape, None) for kind, shape in pairs]
+            if panel_kinds(blocks, gated=gated) is None:
+                return None
             if planned:
-                pairs = zip(known, parts.values(), strict=True)
-                return [BlockWeight(kind, shape, None) for kind, shape in pairs]
+                return blocks
             return [self._blocks(self._layers[name]) for name in parts]
 
         return read
@@ -161,21 +164,20 @@ class QuantizedFiles:
         kind = self._form(layer).kind
         assert kind is not None
         self._held[kind] += 1
-        numbers = numbers_of(layer.layout, layer.scheme, layer.size, self._reader(layer))
-        return as_blocks(numbers, kind)
+        return as_blocks(layer.layout, layer.scheme, layer.size, self._reader(layer), kind)
 
-    def _planned_kind(self, name: str) -> str | None:
+    def _planned_kind(self, name: str, width: int) -> str | None:
         """The form of a weight as far as it can be said without its values."""
         roots = self._config.layout.roots
         module = name.removesuffix(".weight")
         if (layers := self._layers_on_disk) is None:
             is_layer = not module.endswith(self._config.layout.stored("embed_tokens"))
             scheme = self._quantization.scheme(module) if is_layer else None
-            return None if scheme is None else scheme.held
+            return None if scheme is None else scheme.held(width)
         rest = module.removeprefix(roots[0])
         names = (name, *(f"{root}{rest}.weight" for root in roots))
         found = next((layers[each] for each in names if each in layers), None)
-        return None if found is None else found.scheme.held
+        return None if found is None else found.scheme.held(width)
 
     def _is_turned(self, layer: _Layer) -> bool:
         """Whether the model expects the weight as [in, out], as its unquantised files have it."""
@@ -340,17 +342,17 @@ def _form_of(layer: _Layer, read: _LayerReader) -> _Form:
         return _Form(None, f"{scheme.layout} has no kernel")
     if factors.groups is not None:
         return _Form(None, "groups are of inputs in another order")
-    zeros, span = factors.zeros, scheme.span
-    if scheme.held == INT8 and zeros is None and factors.scales.shape[1] == 1:
+    zeros, width = factors.zeros, layer.size[1]
+    if scheme.held(width) == INT8 and zeros is None and factors.scales.shape[1] == 1:
         return _Form(INT8)
-    if zeros is not None:
-        most = factors.lowest + (1 << scheme.bits) - 1
-        low, high = factors.lowest - int(zeros.max()), most - int(zeros.min())
-        span = min(span[0], low), max(span[1], high)
-    kind = held_in(span, scheme.inputs)
-    if kind is None:
-        return _Form(None, f"numbers from {span[0]} to {span[1]} with scales for"
-                           f" {scheme.inputs or 'all'} inputs have no kernel")  # fmt: skip
-    if layer.scheme.layout == "int8 of bitsandbytes" or not is_float16(factors.scales):
+    middle = factors.lowest + (1 << scheme.bits - 1)
+    kind = scheme.blocks(width, centred=zeros is None or bool((zeros == middle).all()))
+    if kind is None or (zeros is not None and bool((zeros > middle + 127).any())):
+        sharing = f"scales{'' if zeros is None else ' and zero points'}"
+        return _Form(None, f"{scheme.bits} bits with {sharing} for {scheme.inputs or 'all'} inputs"
+                           " have no kernel")  # fmt: skip
+    if layer.scheme.layout in WIDENED:
+        return _Form(None, f"{scheme.layout} has no kernel")
+    if kind != "MXFP4" and not is_float16(factors.scales):
         return _Form(None, "their scales are no numbers of float16")
     return _Form(kind)

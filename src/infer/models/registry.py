@@ -45,6 +45,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Llama 2, 3.x", _F.read_llama,
         "default, linear, dynamic, llama3 and yarn RoPE; biases; tied or untied", ("llama",),
     ),
+    "CwmForCausalLM": Architecture(
+        "Code World Model", _F.read_cwm, "as Llama 3; sliding and global layers", ("cwm",)
+    ),
     "MistralForCausalLM": Architecture(
         "Mistral (dense)", _F.read_mistral, "`sliding_window` on every layer", ("mistral",)
     ),
@@ -105,6 +108,15 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "GraniteForCausalLM": Architecture(
         "Granite 3 (dense)", _F.read_granite,
         "multipliers of embeddings, residuals, attention scores and logits", ("granite",),
+    ),
+    "GraniteSWAForCausalLM": Architecture(
+        "Granite with windows (SWAsh)", _F.read_granite_swa,
+        "as Granite 3; sliding and global layers, attention sinks, a RoPE for each layer",
+        ("granite_swa",),
+    ),
+    "HyperCLOVAXForCausalLM": Architecture(
+        "HyperCLOVA X", _F.read_hyperclovax, "as Granite 3, with norms behind the blocks",
+        ("hyperclovax",),
     ),
     "GraniteMoeHybridForCausalLM": Architecture(
         "Granite 4 (dense, attention layers only)", _F.read_granite_hybrid,
@@ -168,6 +180,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "Nemotron 3, 4, Minitron", _F.read_nemotron,
         "LayerNorm of 1 + w, squared ReLU without a gate, part of each head rotates",
         ("nemotron",),
+    ),
+    "Jais2ForCausalLM": Architecture(
+        "Jais 2", _F.read_jais2, "LayerNorm, biases, squared ReLU without a gate", ("jais2",)
     ),
     "ApertusForCausalLM": Architecture(
         "Apertus", _F.read_apertus, "xIELU without a gate, q/k norm", ("apertus",)

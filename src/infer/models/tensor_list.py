@@ -108,6 +108,8 @@ def _others(layer: LayerConfig) -> dict[str, Shape]:
         each = form.qk_norm in ("width", "each head")
         for part in "qk":
             found[f"{part}_norm.weight"] = (sizes[part] if each else layer.head_dim,)
+    if form.sinks:
+        found["sinks."] = (layer.num_heads,)
     if form.activation == "xielu":
         found |= {"alpha_p.": (1,), "alpha_n.": (1,)}
     norms = {

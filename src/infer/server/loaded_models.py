@@ -144,7 +144,12 @@ class LoadedModels:
         aliases: Mapping[str, str] | None = None,
         fits: Fits | None = None,
     ) -> None:
-        """See `ModelRouter`."""
+        """`launches` load the models by name, in a thread. `make_app` makes the app over an engine,
+        without `RequestBoundary`. `idle_unload_s` is the time after which an idle model is
+        unloaded; None: never. `end_loads` makes a launch that is running in another thread raise
+        `LoadError`. `find`: the launches of further models, which are there now. `aliases`: names
+        of models by other names of theirs. `fits`: whether a model fits beside others; None: all
+        do."""
         self._models = {name: HeldModel(name, launch) for name, launch in launches.items()}
         self._settings: ServerSettings | None = None
         """those that `apply` was given last"""
@@ -152,7 +157,7 @@ class LoadedModels:
         self._idle_unload_s = idle_unload_s
         self._loader = _Loader()
         self._end_loads = end_loads
-        self._limits = limits
+        self.limits = limits
         self._ending = asyncio.Event()
         """Set when the server ends; from then on nothing is loaded."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -346,7 +351,7 @@ class LoadedModels:
 
     def _note_failure(self, model: HeldModel, error: LoadError) -> None:
         log.error("the model %r cannot be loaded: %s", model.name, error)
-        model.refused_until_s = time.monotonic() + self._limits.retry_load_s
+        model.refused_until_s = time.monotonic() + self.limits.retry_load_s
         model.reason = public_reason(error)
 
     async def _begin(self, model: HeldModel, engine: AsyncLLM) -> None:

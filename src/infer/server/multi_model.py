@@ -25,7 +25,7 @@ from infer.errors import EngineDeadError, InferError, OverloadedError
 from infer.server.early_stream import EarlyStream
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, describe, error_handlers
-from infer.server.loaded_models import Find, Fits, HeldModel, Launch, LoadedModels
+from infer.server.loaded_models import HeldModel, LoadedModels
 from infer.server.offload import PARSED, Offload
 from infer.server.openai.streaming import unless_gone
 from infer.server.request_views import (
@@ -41,7 +41,6 @@ from infer.server.request_views import (
 from infer.server.route_table import routes_of
 from infer.server.settings import ServerSettings
 from infer.server.viewers import EngineViewers
-from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 MAX_LISTED = 20
 """models that an error names"""
@@ -52,45 +51,24 @@ class ModelRouter(RequestViews):
 
     def __init__(
         self,
-        launches: Mapping[str, Launch],
-        make_app: Callable[[AsyncLLM], Starlette],
+        models: LoadedModels,
         *,
-        idle_unload_s: float | None = None,
-        end_loads: Callable[[], None] = lambda: None,
-        limits: ServerLimits = SERVER_LIMITS,
         unknown_model_statuses: Mapping[str, int] | None = None,
         drain_timeout_s: float = ServerSettings.drain_timeout_s,
-        find: Find | None = None,
-        aliases: Mapping[str, str] | None = None,
-        fits: Fits | None = None,
         waits: bool = True,
         keep_alive_s: float = ServerSettings.keep_alive_s,
     ) -> None:
-        """`launches` load the models by name, in a thread. `make_app` makes the app over an engine,
-        without `RequestBoundary`. `end_loads` makes a launch that is running in another thread
-        raise `LoadError`. `idle_unload_s` is the time after which an idle model is unloaded; None:
-        never. `unknown_model_statuses` are the statuses of requests for an unknown model, by path;
-        404 where a path is not named. `drain_timeout_s`: seconds that the requests of a model have
-        which is unloaded by force. `find`: the launches of further models, which are there now.
-        `aliases`: names of models by other names of theirs. `fits`: whether a model fits beside
-        others; None: all do. `waits`: whether a request for a model that is not loaded waits until
-        it is, or else is refused. `keep_alive_s`: seconds of waiting after which a stream is sent a
-        comment; 0: never."""
-        self._models = LoadedModels(
-            launches,
-            make_app,
-            idle_unload_s=idle_unload_s,
-            end_loads=end_loads,
-            limits=limits,
-            find=find,
-            aliases=aliases,
-            fits=fits,
-        )
+        """`unknown_model_statuses` are the statuses of requests for an unknown model, by path; 404
+        where a path is not named. `drain_timeout_s`: seconds that the requests of a model have
+        which is unloaded by force. `waits`: whether a request for a model that is not loaded waits
+        until it is, or else is refused. `keep_alive_s`: seconds of waiting after which a stream is
+        sent a comment; 0: never."""
+        self._models = models
         self._waits = waits
         self._keep_alive_s = keep_alive_s
         self._unknown_model_statuses = unknown_model_statuses or {}
         self._drain_timeout_s = drain_timeout_s
-        self._pool = Offload(limits)
+        self._pool = Offload(models.limits)
         self._created = int(time.time())
 
     # ---- what `serve.Server` uses of an engine

@@ -47,6 +47,7 @@ from infer.server.early_listener import EarlyListener, listening
 from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
 from infer.server.http.tls_connection import accept_tls
+from infer.server.loaded_models import LoadedModels
 from infer.server.models_folder import ModelsFolder, launches_in
 from infer.server.models_memory import ModelsMemory
 from infer.server.multi_model import ModelRouter
@@ -439,17 +440,20 @@ def _router(
             return Path(configs[name].model or "").expanduser()
         return folder.path_of(name)
 
-    router = ModelRouter(
+    models = LoadedModels(
         launches,
         functools.partial(create_app, settings=settings, is_inner=True),
         idle_unload_s=settings.idle_unload_s,
         end_loads=loads.end,
         limits=settings.limits,
-        unknown_model_statuses=unknown_model_statuses(settings),
-        drain_timeout_s=settings.drain_timeout_s,
         find=find,
         aliases=presets.aliases,
         fits=ModelsMemory(path_of, settings.models_memory_bytes).fits,
+    )
+    router = ModelRouter(
+        models,
+        unknown_model_statuses=unknown_model_statuses(settings),
+        drain_timeout_s=settings.drain_timeout_s,
         waits=settings.when_not_loaded == "wait",
         keep_alive_s=settings.keep_alive_s,
     )

@@ -67,6 +67,8 @@ class RunnerFactory:
         self.obstacle = cuda.obstacle(device)
         if config.attention_backend == "sdpa":
             self.obstacle = "attention_backend='sdpa'"
+        if model.config.form.sinks and self.obstacle is None:
+            self.obstacle = "they do not know attention sinks"
         if config.attention_backend == "triton" and self.obstacle:
             raise ConfigError("attention_backend", f"'triton' is not possible: {self.obstacle}")
         if config.attention_backend == "native" and device.type == "cuda":
