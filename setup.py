@@ -26,6 +26,8 @@ except ImportError:  # an older setuptools, which only builds in place
 CSRC = Path("src/infer/csrc")
 SOURCES = [*sorted(CSRC.glob("*.cpp")), CSRC / "isa/dispatch.cpp", CSRC / "isa/portable.cpp"]
 X86 = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
+"""one file of `csrc/isa` each, and those of FURTHER"""
+FURTHER = {"amx": ("amx_blocks",)}
 ARM = ("neon", "neon_dotprod", "neon_i8mm_bf16")
 # What is built for, which is not always the machine that builds: an arm64 Mac builds for x86_64.
 MACHINE = sysconfig.get_platform().rsplit("-", 1)[-1].replace("universal2", platform.machine())
@@ -85,9 +87,9 @@ class BuildKernels(build_ext):
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(self.compile_instruction_set, INSTRUCTION_SETS))
-            for name, path in zip(INSTRUCTION_SETS, objects, strict=True):
-                if path is not None:
-                    ext.extra_objects.append(path)
+            for name, paths in zip(INSTRUCTION_SETS, objects, strict=True):
+                if paths:
+                    ext.extra_objects += paths
                     ext.define_macros.append((f"INFER_{name.upper()}", None))
             super().build_extension(ext)
         except Exception as error:
@@ -95,23 +97,26 @@ class BuildKernels(build_ext):
                 raise
             warn(error)
 
-    def compile_instruction_set(self, name: str) -> str | None:
-        """The object file of an instruction set; None if the compiler does not know it."""
-        source = (CSRC / "isa" / f"{name}.cpp").as_posix()
-        made = Path(self.build_temp) / Path(source).with_suffix(".o")
+    def compile_instruction_set(self, name: str) -> list[str]:
+        """The object files of an instruction set; none if the compiler does not know it."""
+        files = (name, *FURTHER.get(name, ()))
+        sources = [(CSRC / "isa" / f"{file}.cpp").as_posix() for file in files]
+        made = [Path(self.build_temp) / Path(source).with_suffix(".o") for source in sources]
         newest = max(Path(path).stat().st_mtime for path in KERNELS.depends)
-        if made.exists() and made.stat().st_mtime > newest and not self.force:
-            return str(made)
+        is_made = all(path.exists() and path.stat().st_mtime > newest for path in made)
+        if is_made and not self.force:
+            return [str(path) for path in made]
         try:
-            compiled = self.compiler.compile(
-                [source], output_dir=self.build_temp, extra_postargs=KERNELS.extra_compile_args
+            return list(
+                self.compiler.compile(
+                    sources, output_dir=self.build_temp, extra_postargs=KERNELS.extra_compile_args
+                )
             )
         except Exception as error:
             if REQUIRED:
                 raise
             warnings.warn(f"the kernels for {name} were not built ({error})", stacklevel=2)
-            return None
-        return str(compiled[0])
+            return []
 
 
 def warn(error: Exception) -> None:

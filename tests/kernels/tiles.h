@@ -32,9 +32,7 @@ inline void load_config(const void* from) {
 inline void store_config(void* to) { *(TileConfig*)to = state().shape; }
 inline void release() { state() = {}; }
 
-inline void in_use(int tile) {
-  need(state().shape.palette == 1 && state().shape.rows[tile], "a tile without a shape");
-}
+inline void in_use(int tile) { need(state().shape.palette == 1 && state().shape.rows[tile], "a tile without a shape"); }
 inline void zero(int tile) {
   in_use(tile);
   std::memset(state().of[tile], 0, 1024);
@@ -89,14 +87,14 @@ TARGET("avx512f,avx512bw,fma")
   });
 }
 
-template <class A>
+template <class A, class B>
 void add_bytes(int to, int a, int b) {
   State& s = state();
   multiply(to, a, b, [&](int m, int columns, int words) {
     int32_t* sums = (int32_t*)s.of[to][m];
     for (int k = 0; k < words; ++k) {
       const A* four = (const A*)s.of[a][m] + 4 * k;
-      const int8_t* fours = (const int8_t*)s.of[b][k];
+      const B* fours = (const B*)s.of[b][k];
       for (int n = 0; n < columns; ++n)
         for (int i = 0; i < 4; ++i) sums[n] += four[i] * fours[4 * n + i];
     }
@@ -113,6 +111,7 @@ END_TARGET
 #undef _tile_dpbf16ps
 #undef _tile_dpbssd
 #undef _tile_dpbusd
+#undef _tile_dpbsud
 #define _tile_loadconfig tiles_in_software::load_config
 #define _tile_storeconfig tiles_in_software::store_config
 #define _tile_release tiles_in_software::release
@@ -121,5 +120,6 @@ END_TARGET
 #define _tile_stream_loadd tiles_in_software::load
 #define _tile_stored tiles_in_software::store
 #define _tile_dpbf16ps tiles_in_software::add_bf16
-#define _tile_dpbssd tiles_in_software::add_bytes<int8_t>
-#define _tile_dpbusd tiles_in_software::add_bytes<uint8_t>
+#define _tile_dpbssd tiles_in_software::add_bytes<int8_t, int8_t>
+#define _tile_dpbusd tiles_in_software::add_bytes<uint8_t, int8_t>
+#define _tile_dpbsud tiles_in_software::add_bytes<int8_t, uint8_t>

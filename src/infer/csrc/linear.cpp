@@ -34,15 +34,6 @@ BlockPanel* panels_in_blocks(const Layer& layer, const int* types) {
   return panels;
 }
 
-// Blocks are multiplied on vectors: tiles would spend most of their time on sums of 32 inputs.
-const Kernels* kernels_for_blocks(const IsaKernels* isa) {
-  for (const char* name : {"avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2"}) {
-    if (!isa->linear->tiles) break;
-    if (const IsaKernels* other = usable_isa(name)) isa = other;
-  }
-  return isa->linear;
-}
-
 size_t round_to_line(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // The weight of each node's panels comes to its memory when it is written.
@@ -115,7 +106,7 @@ void* infer_linear_new(const char* isa_name, char* packed, long N, long K, int b
   shape(*layer, packed, N, K, bits, gate);
   layer->float_out = float_out != 0;
   layer->rotated = rotated != 0;
-  layer->kernels = blocks ? kernels_for_blocks(isa) : isa->linear;
+  layer->kernels = blocks ? isa->blocks : isa->linear;
   layer->panel_blocks = blocks ? panels_in_blocks(*layer, blocks) : nullptr;
   layer->eps = eps;
   layer->norm = norm ? new float[ceil_div(K, 64) * 64]() : nullptr;

@@ -421,8 +421,21 @@ const char* unpack_blocks(const Layer& layer, long panel, long first, long steps
   return to;
 }
 
-// The most rows that are multiplied together, of those that are left of a tile's 16.
-int block_rows(long left) {
+#ifdef HAS_BLOCK_TILES
+}  // namespace
+}  // namespace linear
+#include "linear_block_tiles.h"
+namespace linear {
+namespace {
+#endif
+
+// The most rows that are multiplied together, of those of a group that are left from `row` on.
+int block_rows(const Call& c, const BlockFormat& format, long row, long left) {
+#ifdef HAS_BLOCK_TILES
+  if (c.M > TILE_ROWS && suits_tiles(format) && left >= FEWEST_TILE_ROWS) return rows_on_tiles(left);
+#endif
+  (void)c, (void)format;
+  left = std::min(left, 16 - row % 16);
   for (const int rows : BLOCK_ROWS)
     if (rows <= left) return rows;
   return 1;
@@ -432,10 +445,11 @@ int block_rows(long left) {
 void multiply_blocks(const Call& c, long group, const char* b, long panel, long k, long steps, float* sums,
                      PrefetchStream one, PrefetchStream two) {
   const Layer& layer = c.layer;
-  const BlockType type = layer.panel_blocks[panel].format->type;
+  const BlockFormat& format = *layer.panel_blocks[panel].format;
+  const BlockType type = format.type;
   const bool unpacked = is_unpacked(c, panel);
   const long rows = c.rows_in(group);
-  const auto count_from = [=](long row) { return block_rows(std::min(rows, row / 16 * 16 + 16) - row); };
+  const auto count_from = [&](long row) { return block_rows(c, format, row, rows - row); };
   long parts = 0;
   for (long row = 0; row < rows; row += count_from(row)) parts += PANEL_PAIRS / pairs_of_pass(count_from(row));
   one.lines = ceil_div(one.lines, parts), two.lines = ceil_div(two.lines, parts);
@@ -445,9 +459,14 @@ void multiply_blocks(const Call& c, long group, const char* b, long panel, long 
       if (pair && pairs_of_pass(count) > 1) continue;
       const BlockRows some{c.tiles(group, k) + row * 64, c.step_bytes(group),
                            c.row_groups + (group * SIDE * layer.steps + k * rows + row) * 2, rows * 2};
-      (unpacked ? product_of_blocks<true>(type, count, EveryFormat{})
-                : product_of_blocks<false>(type, count, EveryFormat{}))(
-          some, b, pair * W, steps, place(sums, row, 0) + pair * W, k == 0, {one, two});
+#ifdef HAS_BLOCK_TILES
+      if (count >= FEWEST_TILE_ROWS)
+        product_on_tiles(type, count, EveryFormat{})(some, count, b, steps, place(sums, row, 0), k == 0, {one, two});
+      else
+#endif
+        (unpacked ? product_of_blocks<true>(type, count, EveryFormat{})
+                  : product_of_blocks<false>(type, count, EveryFormat{}))(
+            some, b, pair * W, steps, place(sums, row, 0) + pair * W, k == 0, {one, two});
       one.next += steps * one.lines * 64, two.next += steps * two.lines * 64;
     }
 }

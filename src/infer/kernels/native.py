@@ -55,9 +55,7 @@ def products(dtype: str, quantization: str | None, blocks: Sequence[str] = ()) -
     what is said of the GGUF blocks in which weights are held.
     """
     if blocks or (quantization == "int4" and native_obstacle() is None):
-        isa = instruction_set()
-        isa = BFLOAT16_SETS[1] if isa == BFLOAT16_SETS[0] else isa  # blocks do not suit tiles
-        return f"native, {isa}, {'; '.join(blocks) or 'in blocks of 4 bits'}"
+        return f"native, {instruction_set()}, {'; '.join(blocks) or 'in blocks of 4 bits'}"
     if dtype != "bfloat16" or (reason := native_obstacle()) is not None:
         reason = bfloat16_obstacle() if dtype == "float32" else native_obstacle()
         return f"torch's products in {dtype}" + (f" ({reason})" if reason else "")

@@ -22,6 +22,8 @@ END_TARGET
 
 #include "kernel_table.h"
 
+extern const linear::Kernels amx_block_kernels;
+
 namespace {
 bool may_use_tiles() {  // Linux gives the tiles' memory to processes that ask
 #if defined(INFER_TILES)
@@ -42,6 +44,7 @@ bool runs_here() { return has_avx512_bf16() && may_use_tiles(); }
 
 constexpr IsaKernels kernels() {
   IsaKernels made = kernels_with<attention::Tiles, attention::Bytes>("amx", runs_here);
+  made.blocks = &amx_block_kernels;
   made.save_tiles = save_tiles;
   made.restore_tiles = restore_tiles;
   return made;

@@ -13,7 +13,7 @@ struct IsaKernels {
   // Attention over caches in float32, in bfloat16, in int8, and in bfloat16 in strips; null: none.
   attention::RunItem float32, bfloat16, int8, strips;
   attention::WriteCell write_int8, write_strip;  // of the caches in strips
-  const linear::Kernels* linear;                 // null: none
+  const linear::Kernels *linear, *blocks;        // blocks: of weights in blocks; null: none
   sampling::DrawToken draw;
   sampling::FindTop find_top;
   rotary::RotateHeads rotate_heads;

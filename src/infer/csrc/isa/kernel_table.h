@@ -15,7 +15,7 @@ constexpr IsaKernels kernels_with(const char* name, bool (*runs_here)()) {
   made.bfloat16 = attention::run_item<Bfloat16>;
   made.int8 = attention::run_item<Int8>;
   made.write_int8 = attention::write_bytes;
-  made.linear = &linear::KERNELS;
+  made.linear = made.blocks = &linear::KERNELS;
   made.draw = sampling::draw;
   made.find_top = sampling::find_top;
   made.rotate_heads = rotary::rotate_heads;

@@ -1,0 +1,16 @@
+// Linear layers in blocks for AMX: few rows on vectors, many on the tile registers. A file of its own beside amx.cpp,
+// since layers in bfloat16 and int8 have other products under the same names.
+
+#define INFER_VECTORS "amx.h"
+#define HAS_BLOCK_TILES 1
+#include "dispatch.h"
+
+TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")
+
+#include "../linear_vectors.h"
+#include "../linear_run.h"
+
+END_TARGET
+
+extern const linear::Kernels amx_block_kernels;
+constexpr linear::Kernels amx_block_kernels = linear::KERNELS;
