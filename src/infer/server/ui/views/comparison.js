@@ -15,7 +15,7 @@ import { FORMAT, played, save } from "../engine/recording.js";
 
 /** How long the whole is played, however long it took, in milliseconds. */
 const PLAYED_MS = 12_000;
-const FRAME_MS = 33;
+const FRAME_MS = 25;
 
 class ComparisonView extends PageElement {
   static properties = {
