@@ -49,6 +49,7 @@ class SeatStrip extends PageElement {
   }
 
   updated() {
+    this._draw(); // a canvas that has just appeared is empty
     if (this._busyAt) live.open(server.models.length > 1 && chats.current ? modelOf(chats.current) : "");
   }
 
