@@ -43,7 +43,6 @@ NUM_STREAMS = 32
 WORDS = "one day the little fox went to the river and saw a red boat under an old tree"
 WINDOW_S = 4.0
 """seconds of one half of a pair"""
-NUM_PAIRS = 12
 
 USABLE = """
 new MutationObserver((_, watch) => {
@@ -319,7 +318,7 @@ def tabs(browser: Any, url: str, count: int, shown: str) -> Iterator[None]:
     context.close()
 
 
-def watch(url: str, viewers: Callable[[], Any]) -> dict[str, Any]:
+def watch(url: str, viewers: Callable[[], Any], num_pairs: int) -> dict[str, Any]:
     """Pairs of windows without and with viewers, each pair in the other order."""
     load = Load(url)
     time.sleep(8)  # until the streams have drifted apart
@@ -331,7 +330,7 @@ def watch(url: str, viewers: Callable[[], Any]) -> dict[str, Any]:
         return (num_sampled(url) - before) / (time.monotonic() - began_s)
 
     pairs = []
-    for number in range(NUM_PAIRS):
+    for number in range(num_pairs):
         found = {}
         for is_watched in (number % 2 == 0, number % 2 == 1):
             with viewers() if is_watched else ExitStack():
@@ -363,6 +362,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["visits", "answer", "prefix", "comparison"])
     parser.add_argument("--viewers", choices=["stream", "engine", "strip"], default="stream")
     parser.add_argument("--num", type=int, default=4, help="how many viewers")
+    parser.add_argument("--pairs", type=int, default=12, help="of windows without and with them")
     given = parser.parse_args()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -381,6 +381,7 @@ def main() -> None:
                             if given.viewers == "stream"
                             else tabs(browser, url, given.num, given.viewers)
                         ),
+                        given.pairs,
                     )
                 else:
                     found[part] = PARTS[part](browser, url)

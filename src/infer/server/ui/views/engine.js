@@ -22,7 +22,8 @@ import "./engine_table.js";
 
 learn({ en, zh });
 const SPANS = [5, 15, 30, 60, 300, 600];
-const FRAME_MS = 25;
+/** Ten pictures a second at the most: where the browser has the cores of the engine, drawing slows what is drawn. */
+const FRAME_MS = 90;
 const stylesheet = "/ui/css/engine.css";
 
 /** Say what a step of a replica was made of. @param {ReturnType<import("../engine/history.js").History["stepAt"]>} found @param {import("../engine/history.js").History} history

@@ -17,7 +17,7 @@ import { go } from "../routes.js";
 const SHOWN_MS = 12_000;
 /** How long the strip stays after the last answer, in milliseconds. */
 const LINGER_MS = 4000;
-const [HEIGHT, FRAME_MS, WORDS_MS] = [26, 40, 500];
+const [HEIGHT, FRAME_MS, WORDS_MS] = [26, 90, 500];
 /** Fewest and most lanes: a few are always there, and many share a pixel. */
 const [FEWEST, MOST] = [4, 26];
 
