@@ -6,8 +6,9 @@
   long tasks of the main thread are, and how much memory is left when the answer has been closed.
 - `prefix`: first token of the second turn of a conversation of 1,000 tokens, against the first.
 - `comparison`: from the click to the picture of 64 mixed requests on 8 seats.
-- `watch`: throughput of 32 streams with four viewers of the engine against none, in alternating
-  pairs. `--tabs` makes the viewers tabs of the browser; without it they are readers of the stream.
+- `watch`: throughput of 32 streams with `--num` viewers against none, in alternating pairs. Viewers
+  are readers of the engine's stream, which draw nothing, or (`--viewers engine`, `strip`) tabs of a
+  browser on the same cores, with the engine view or with the strip above the field.
 
 It needs the extra `browser` and a Chromium. The result is JSON on stdout.
 """
@@ -39,11 +40,9 @@ from tests.support.page_driver import Reader, chromium
 NUM_TOKENS = 20_000
 TOKENS_A_SECOND = 500
 NUM_STREAMS = 32
-NUM_VIEWERS = 4
 WORDS = "one day the little fox went to the river and saw a red boat under an old tree"
 WINDOW_S = 4.0
 """seconds of one half of a pair"""
-NUM_PAIRS = 12
 
 USABLE = """
 new MutationObserver((_, watch) => {
@@ -275,8 +274,8 @@ def num_sampled(url: str) -> int:
 
 
 @contextmanager
-def readers(url: str) -> Iterator[None]:
-    """`NUM_VIEWERS` readers of the stream that look at nothing."""
+def readers(url: str, count: int) -> Iterator[None]:
+    """So many readers of the stream, which look at nothing."""
     place = urlsplit(url)
     is_over = threading.Event()
 
@@ -288,7 +287,7 @@ def readers(url: str) -> Iterator[None]:
             pass
         connection.close()
 
-    threads = [threading.Thread(target=read) for _ in range(NUM_VIEWERS)]
+    threads = [threading.Thread(target=read) for _ in range(count)]
     for thread in threads:
         thread.start()
     yield
@@ -297,19 +296,29 @@ def readers(url: str) -> Iterator[None]:
         thread.join()
 
 
+ANSWERING = (
+    "import('/ui/lib/chats.js').then(({chats}) => {"
+    " chats.running.set('', {message: {conversation: ''}}); chats.changed(); })"
+)
+"""lets the strip believe that something is answered"""
+
+
 @contextmanager
-def tabs(browser: Any, url: str) -> Iterator[None]:
-    """`NUM_VIEWERS` tabs with the engine view."""
+def tabs(browser: Any, url: str, count: int, shown: str) -> Iterator[None]:
+    """So many tabs with the engine view, or with the strip."""
     context = browser.new_context(viewport={"width": 1280, "height": 860})
-    for _ in range(NUM_VIEWERS):
+    for _ in range(count):
         page = context.new_page()
-        page.goto(f"{url}/#/engine")
-        page.wait_for_selector("engine-view canvas.lanes")
+        page.goto(f"{url}/#/engine" if shown == "engine" else url)
+        page.wait_for_selector("engine-view canvas.lanes, .welcome")
+        if shown == "strip":
+            page.evaluate(ANSWERING)
+            page.wait_for_selector(".strip canvas")
     yield
     context.close()
 
 
-def watch(url: str, viewers: Callable[[], Any]) -> dict[str, Any]:
+def watch(url: str, viewers: Callable[[], Any], num_pairs: int) -> dict[str, Any]:
     """Pairs of windows without and with viewers, each pair in the other order."""
     load = Load(url)
     time.sleep(8)  # until the streams have drifted apart
@@ -321,7 +330,7 @@ def watch(url: str, viewers: Callable[[], Any]) -> dict[str, Any]:
         return (num_sampled(url) - before) / (time.monotonic() - began_s)
 
     pairs = []
-    for number in range(NUM_PAIRS):
+    for number in range(num_pairs):
         found = {}
         for is_watched in (number % 2 == 0, number % 2 == 1):
             with viewers() if is_watched else ExitStack():
@@ -351,7 +360,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", default=["visits", "answer", "prefix", "comparison"])
-    parser.add_argument("--tabs", action="store_true", help="watch in tabs of the browser")
+    parser.add_argument("--viewers", choices=["stream", "engine", "strip"], default="stream")
+    parser.add_argument("--num", type=int, default=4, help="how many viewers")
+    parser.add_argument("--pairs", type=int, default=12, help="of windows without and with them")
     given = parser.parse_args()
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -359,12 +370,19 @@ def main() -> None:
         with server(Path(folder), seats) as running, ExitStack() as stack:
             url = f"http://127.0.0.1:{running.port}"
             browser = None
-            if given.parts != ["watch"] or given.tabs:
+            if given.parts != ["watch"] or given.viewers != "stream":
                 browser = stack.enter_context(chromium())
             for part in given.parts:
                 if part == "watch":
-                    viewers = (lambda: tabs(browser, url)) if given.tabs else lambda: readers(url)
-                    found[part] = watch(url, viewers)
+                    found[part] = watch(
+                        url,
+                        lambda: (
+                            readers(url, given.num)
+                            if given.viewers == "stream"
+                            else tabs(browser, url, given.num, given.viewers)
+                        ),
+                        given.pairs,
+                    )
                 else:
                     found[part] = PARTS[part](browser, url)
     print(json.dumps({"load": os.getloadavg(), **found}, indent=1))

@@ -23,6 +23,7 @@ PAGES = {
 HISTORY = ("docs/log.md", "CHANGELOG.md")
 """pages that speak of modules as they were called at the time"""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+PICTURE = re.compile(r'\b(?:src|srcset)="([^"]+)"')
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 ROOMS = {path.stem for path in SOURCE.iterdir() if path.suffix in ("", ".py")} - {"infer"}
 
@@ -40,7 +41,8 @@ def anchors(page: Path) -> frozenset[str]:
 def broken_links(page: Path, text: str) -> list[str]:
     """Relative links without a target."""
     broken = []
-    for link in LINK.findall(FENCE.sub("", text)):
+    prose = FENCE.sub("", text)
+    for link in LINK.findall(prose) + PICTURE.findall(prose):
         if re.match(r"[a-z]+:", link):
             continue
         file, _, anchor = link.partition("#")
@@ -194,10 +196,12 @@ def test_the_table_of_quantised_files_is_that_of_their_readers() -> None:
 
 def test_what_is_broken_is_found() -> None:
     page = ROOT / "README.md"
-    assert broken_links(page, "[a](docs/no.md) [b](docs/gpu.md#nowhere) [c](../x)") == [
+    text = "[a](docs/no.md) [b](docs/gpu.md#nowhere) [c](../x) <img src='no.webp'>"
+    assert broken_links(page, text.replace("'", '"')) == [
         "docs/no.md",
         "docs/gpu.md#nowhere",
         "../x",
+        "no.webp",
     ]
     assert broken_links(page, "[a](docs/gpu.md) [b](https://x.y) [c](#the-three-modes)") == []
     names = "`schedule.pace` `engine.core.EngineCore` `engine.core.No` `tests/no.py` `os.path`"

@@ -138,7 +138,7 @@ def several(reader: Reader) -> None:
 def full(reader: Reader) -> None:
     """A full context, and a draft that is too long for it."""
     reader.settings({"ignore_eos": True, "temperature": 0, "max_tokens": 5000})
-    reader.send("Tell me a story.")
+    reader.send("the fox went to the river and " * 240)
     reader.until("document.querySelector('.ending.full')", timeout_s=90)
     reader.page.fill(".composer textarea", "the fox went to the river and " * 80)
     reader.page.wait_for_selector(".composer .full")

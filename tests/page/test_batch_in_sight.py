@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
 from tests.page.test_engine_view import ENDED, OPEN, asked
 from tests.support.page_driver import Reader
+from tests.support.server_process import Served
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
 LONG = {"max_tokens": 1500, "temperature": 0, "ignore_eos": True}
@@ -25,6 +27,18 @@ PIXELS = """
 })()
 """
 """pixels of the strip in the colour of one's own requests, and in that of others"""
+
+
+@pytest.fixture(autouse=True)
+def idle(server: Served) -> None:
+    """Answers outlive their page: those of the test before would be counted in this one."""
+    deadline = time.monotonic() + 60
+    while True:
+        engine = json.loads(server.get("/stats")[1])["engine"]
+        if not engine["num_running"] + engine["num_waiting"]:
+            return
+        assert time.monotonic() < deadline, engine
+        time.sleep(0.1)
 
 
 def test_the_slots_are_above_the_field_while_something_is_answered(
@@ -74,7 +88,7 @@ def test_an_answer_from_before_the_stream_is_in_it(reader: Reader) -> None:
     """A short answer is over before the engine's stream has begun: then its trace tells."""
     page = reader.page
     gate = "window.gate = new Promise((open) => { window.open_gate = open; })"
-    page.evaluate(gate)
+    page.evaluate(f"void ({gate})")
     page.evaluate(
         "(() => { const before = window.fetch; window.fetch = async (path, ...more) => {"
         " if (String(path).startsWith('/v1/engine/events')) await window.gate;"

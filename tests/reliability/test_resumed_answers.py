@@ -127,16 +127,20 @@ async def cut_and_killed(
     cut = [Reader(server, f"cut-{i}", random.Random(i)) for i in range(num_answers)]
     work = zip(cut, wanted, strict=True)
     reading = [asyncio.ensure_future(reader.read(*asked, num_cuts)) for reader, asked in work]
-    dice, killed, suspects = random.Random(3), 0, list[tuple[Reader, int]]()
+    dice, killed, suspects = random.Random(3), 0, list[tuple[asyncio.Future[None], Reader, int]]()
     while killed < num_kills and not all(task.done() for task in reading):
         await asyncio.sleep(dice.uniform(0.05, 0.3))
         # An answer that gets no token between two deaths of its engine is given up.
-        while not all(each.has_ended or each.last > seen for each, seen in suspects):
+        while not all(task.done() or each.last > seen for task, each, seen in suspects):
             await asyncio.sleep(0.02)
+        for task in reading:
+            if task.done():
+                task.result()  # what went wrong in it, at once
         pid = server.engine_pid()
         if pid is None:
             continue
-        suspects = [(each, each.last) for each in cut if each.last]
+        pairs = zip(reading, cut, strict=True)
+        suspects = [(task, each, each.last) for task, each in pairs if each.last]
         os.kill(pid, signal.SIGKILL)
         killed += 1
         while not await asyncio.to_thread(is_another, server, pid):

@@ -31,7 +31,8 @@ FLAGS = [
     "--disable-sync",
 ]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-WAIT_MS = 20_000
+WAIT_MS = 60_000
+"""far more than anything takes here, so that a loaded machine is no failure"""
 PHONE = {"width": 320, "height": 640}
 DESKTOP = {"width": 1280, "height": 800}
 Hands = Literal["mouse", "keyboard", "touch"]

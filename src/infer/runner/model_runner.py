@@ -29,7 +29,7 @@ from torch import Tensor
 
 from infer.attention.layout import AttentionBackend
 from infer.kernels.cuda import current
-from infer.kernels.layer_stack import LayerStack, attends_through
+from infer.kernels.layer_stack import AttendsThrough, LayerStack, attends_through
 from infer.kernels.rotary import Angles, QKRotation
 from infer.models.model import Model
 from infer.runner.ahead_choice import AheadChoice
@@ -235,7 +235,7 @@ class AheadRunner(ModelRunner):
             raise translated(error) from error
 
 
-class _Entering:
+class _Entering(AttendsThrough):
     """An attention backend that says when the layers begin, which need no interpreter."""
 
     def __init__(self, backend: AttentionBackend, enter: Callable[[], None]) -> None:
@@ -248,12 +248,18 @@ class _Entering:
         """See `AttentionBackend`."""
         return self._backend(layer, q, k, v, turn)
 
-    def through(self, stack: LayerStack, x: Tensor, angles: Seq[Angles | None]) -> Tensor:
+    def through(
+        self,
+        stack: LayerStack,
+        x: Tensor,
+        angles: Seq[Angles | None],
+        growth: Tensor | None = None,
+    ) -> Tensor:
         """See `AttendsThrough`."""
         self._enter()
         if attends_through(self._backend):
-            return self._backend.through(stack, x, angles)
-        return stack.one_by_one(self._backend, x, angles)
+            return self._backend.through(stack, x, angles, growth)
+        return stack.one_by_one(self._backend, x, angles, growth)
 
 
 def _launched(sequences: Seq[Sequence]) -> list[LaunchedRow]:

@@ -4,7 +4,6 @@ import { ApiError, askJson, server } from "./api.js";
 import { Generation } from "./generation.js";
 import { newId, titleOf } from "./records.js";
 import { chatBody, completionBody, modelOf, parsed, streaming } from "./request.js";
-import { addTurn, noteKept, prepareSession } from "./sessions.js";
 import { recall } from "./local.js";
 import { t } from "./i18n.js";
 
@@ -22,6 +21,9 @@ const MAX_TRACES = 20;
 export const NUM_ANSWERS = [1, 2, 4];
 /** Share of the context that a summary may have. */
 const SUMMARY_SHARE = 0.2;
+
+/** What knows conversations on the server is loaded with the first of them. */
+export const sessions = () => import("./sessions.js");
 
 export class Answering extends EventTarget {
   constructor() {
@@ -126,7 +128,7 @@ export class Answering extends EventTarget {
     if (server.models.length > 1) conversation.sampling.model = modelOf(conversation);
     /** @type {Record<string, any>} */
     const body = { ...chatBody(conversation, path, model), ...streaming(conversation.sampling.stream !== false) };
-    if (conversation.session) addTurn(conversation, body, path);
+    if (conversation.session) (await sessions()).addTurn(conversation, body, path);
     const { answers } = conversation.sampling;
     const count = NUM_ANSWERS.includes(answers) && !conversation.session ? answers : 1;
     if (count > 1) body.n = count;
@@ -141,7 +143,7 @@ export class Answering extends EventTarget {
    * @param {Tree} tree @param {Message} last @param {() => void} undo */
   async _isReady(tree, last, undo) {
     try {
-      await prepareSession(tree, last);
+      await (await sessions()).prepareSession(tree, last);
       this.all.set(tree.conversation.id, tree.conversation);
       return true;
     } catch (error) {
@@ -189,7 +191,7 @@ export class Answering extends EventTarget {
     const { conversation } = tree;
     const path = tree.pathTo(answer);
     const body = { ...chatBody(conversation, path), ...streaming(true), continue_final_message: true };
-    if (conversation.session) addTurn(conversation, body, path);
+    if (conversation.session) (await sessions()).addTurn(conversation, body, path);
     const message = this._new(tree, answer.parent, "assistant", { content: answer.content });
     const begun = conversation.session ? () => tree.remove(tree.byId.get(answer.id) ?? answer) : undefined;
     await this._run(tree, [message], "/v1/chat/completions", body, { undo, begun });
@@ -273,7 +275,7 @@ export class Answering extends EventTarget {
       else await work();
       if (!generation.hasBegun) refused(null);
       else void this._readTrace(messages);
-      if (conversation.session) noteKept(tree, message);
+      if (conversation.session) (await sessions()).noteKept(tree, message);
     } catch (error) {
       refused(error);
     } finally {

@@ -1,10 +1,9 @@
 /** `chats`: the conversations of this reader, the one that is open, and what is typed in them. */
 
 import { ApiError, askJson, server } from "./api.js";
-import { Answering } from "./answering.js";
+import { Answering, sessions } from "./answering.js";
 import { Tree, newConversation, titleOf } from "./records.js";
 import { chatBody } from "./request.js";
-import { listSessions, readSession, removeSession, renameSession } from "./sessions.js";
 import { storage } from "./storage.js";
 import { keep, recall } from "./local.js";
 
@@ -53,10 +52,10 @@ class Chats extends Answering {
 
   async _readList() {
     const found = await storage.conversations();
-    const sessions = recall("hasSessions", false) ? await listSessions().catch(() => null) : null;
-    const kept = sessions ? [] : [...this.all.values()].filter((each) => each.session);
+    const listed = recall("hasSessions", false) ? await sessions().then((each) => each.listSessions()).catch(() => null) : null;
+    const kept = listed ? [] : [...this.all.values()].filter((each) => each.session);
     const own = [...this._busy.values()].map((tree) => tree.conversation);
-    const fresh = [...found, ...kept, ...(sessions ?? []), ...own];
+    const fresh = [...found, ...kept, ...(listed ?? []), ...own];
     this.all.clear();
     for (const each of fresh) this.all.set(each.id, each);
     const now = this.tree?.conversation;
@@ -80,7 +79,7 @@ class Chats extends Answering {
     const busy = this._busy.get(conversation.id);
     if (busy) this.tree = busy;
     else {
-      const messages = conversation.session ? await readSession(conversation) : await storage.messages(conversation.id);
+      const messages = conversation.session ? await (await sessions()).readSession(conversation) : await storage.messages(conversation.id);
       this.tree = new Tree(conversation, messages);
       await this._takeUp(this.tree, messages);
     }
@@ -199,7 +198,7 @@ class Chats extends Answering {
   /** @param {Conversation} conversation @param {string} title */
   async rename(conversation, title) {
     conversation.title = titleOf(title) || conversation.title;
-    if (conversation.session) await renameSession(conversation);
+    if (conversation.session) await (await sessions()).renameSession(conversation);
     await this._write(conversation);
     this.changed();
   }
@@ -221,7 +220,7 @@ class Chats extends Answering {
       if (each.message.conversation === conversation.id) each.stop();
     }
     this.all.delete(conversation.id);
-    if (conversation.session) await removeSession(conversation);
+    if (conversation.session) await (await sessions()).removeSession(conversation);
     else {
       const removed = { conversation, messages: await storage.messages(conversation.id) };
       await storage.removeConversation(conversation.id);

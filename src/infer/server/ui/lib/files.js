@@ -3,10 +3,8 @@
 import { size, t } from "./i18n.js";
 import { plainLine } from "./records.js";
 
-export const MAX_BYTES = 1024 * 1024;
+const MAX_BYTES = 1024 * 1024;
 const MAX_FILES = 10;
-/** Characters of a pasted text from which on it becomes a file. */
-export const LONG_PASTE = 2500;
 /** First bytes of files that are no text, by what they are: `picture`, `pdf`, `archive`, `media` or `program`. Letters stand
  * for themselves, `?` for any byte. @type {Array<[string, string]>} */
 const SIGNATURES = [

@@ -7,10 +7,15 @@ import { PageElement } from "../lib/element.js";
 import { sentence } from "../lib/errors.js";
 import { duration, number, rate, t } from "../lib/i18n.js";
 import { colours, drawLanes, lanes } from "../engine/draw.js";
+import { Frames } from "../engine/frames.js";
 import { History } from "../engine/history.js";
 import { FORMAT, played, save } from "../engine/recording.js";
 
 /** @typedef {import("../engine/recording.js").Recording} Recording */
+
+/** How long the whole is played, however long it took, in milliseconds. */
+const PLAYED_MS = 12_000;
+const FRAME_MS = 25;
 
 class ComparisonView extends PageElement {
   static properties = {
@@ -36,7 +41,8 @@ class ComparisonView extends PageElement {
     /** Milliseconds since the first step, up to which the recordings are shown. */
     this.at = 0;
     this.longest = 1;
-    this._frame = 0;
+    this._steppedAt = 0;
+    this._frames = new Frames(() => this._step(), FRAME_MS);
     this._stop = new AbortController();
     this._calm = matchMedia("(prefers-reduced-motion: reduce)");
     this._resized = () => this._draw();
@@ -51,7 +57,7 @@ class ComparisonView extends PageElement {
     super.disconnectedCallback();
     removeEventListener("resize", this._resized);
     this._stop.abort();
-    cancelAnimationFrame(this._frame);
+    this._frames.stop();
   }
 
   /** @param {Map<string, unknown>} changed */
@@ -79,6 +85,7 @@ class ComparisonView extends PageElement {
     this._stop = new AbortController();
     this.isRunning = true;
     this.isPlaying = false;
+    this._frames.start();
     this.error = "";
     /** @type {Recording[]} */
     const found = [];
@@ -113,27 +120,24 @@ class ComparisonView extends PageElement {
       this.progress.done += (data.events ?? []).filter((/** @type {any} */ event) => event.event === "finished").length;
       this.longest = Math.max(1000, ...this.histories.map((each) => each.now - this._begin(each)));
       this.at = this.longest;
-      this._draw();
     }
   }
 
   _play() {
     if (this.at >= this.longest) this.at = 0;
     this.isPlaying = true;
-    let before = performance.now();
-    const step = () => {
-      const now = performance.now();
-      // The whole takes about twelve seconds, however long it took.
-      this.at += (now - before) * Math.max(1, this.longest / 12_000);
-      before = now;
-      if (this.at >= this.longest || !this.isPlaying) {
-        this.at = Math.min(this.at, this.longest);
-        this.isPlaying = false;
-      } else this._frame = requestAnimationFrame(step);
-      this._draw();
-    };
-    cancelAnimationFrame(this._frame);
-    this._frame = requestAnimationFrame(step);
+    this._steppedAt = performance.now();
+    this._frames.start();
+  }
+
+  /** The next picture of what is played, or of what is computed. */
+  _step() {
+    const now = performance.now();
+    if (this.isPlaying) this.at = Math.min(this.longest, this.at + (now - this._steppedAt) * Math.max(1, this.longest / PLAYED_MS));
+    this._steppedAt = now;
+    if (this.at >= this.longest) this.isPlaying = false;
+    if (!this.isPlaying && !this.isRunning) this._frames.stop();
+    this._draw();
   }
 
   _draw() {

@@ -5,7 +5,6 @@ import { apiKey, server } from "../lib/api.js";
 import { chats } from "../lib/chats.js";
 import { PageElement } from "../lib/element.js";
 import { sentence } from "../lib/errors.js";
-import { LONG_PASTE, pastedFile, readFiles } from "../lib/files.js";
 import { NUM_ANSWERS } from "../lib/answering.js";
 import { glyphs } from "../lib/glyphs.js";
 import { number, size, t } from "../lib/i18n.js";
@@ -15,6 +14,8 @@ import { plainLine } from "../lib/records.js";
 const MEASURE_MS = 400;
 /** Share of the context from which on the meter warns. */
 const NEAR = 0.8;
+/** Characters of a pasted text from which on it becomes a file. */
+const LONG_PASTE = 2500;
 
 /** Load the strip above the field. Without a connection it comes with the next message. */
 function loadStrip() {
@@ -260,8 +261,15 @@ class ChatComposer extends PageElement {
       void this._take(files);
       return;
     }
-    const { file, fault } = pastedFile(text, this.draft.files);
-    if (file) this.draft.files.push(file);
+    void this._takePasted(text);
+  }
+
+  /** @param {string} text */
+  async _takePasted(text) {
+    const { draft } = this;
+    const { pastedFile } = await import("../lib/files.js");
+    const { file, fault } = pastedFile(text, draft.files);
+    if (file) draft.files.push(file);
     this.faults = fault ? [fault] : [];
     this._kept();
   }
@@ -276,6 +284,7 @@ class ChatComposer extends PageElement {
   /** @param {File[]} files */
   async _take(files) {
     const { draft } = this;
+    const { readFiles } = await import("../lib/files.js");
     const { taken, faults } = await readFiles(files, draft.files.length);
     draft.files.push(...taken);
     this.faults = faults;

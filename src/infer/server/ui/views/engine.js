@@ -10,6 +10,7 @@ import en from "../lang/engine_en.js";
 import zh from "../lang/engine_zh.js";
 import { chartsOf } from "../engine/charts.js";
 import { chartAt, chartsHeight, colours, drawCharts, drawLanes, LABEL, laneAt, lanes } from "../engine/draw.js";
+import { Frames } from "../engine/frames.js";
 import { KEPT_MS } from "../engine/history.js";
 import { live } from "../engine/live.js";
 import { NUM_REQUESTS, load } from "../engine/load.js";
@@ -21,6 +22,8 @@ import "./engine_table.js";
 
 learn({ en, zh });
 const SPANS = [5, 15, 30, 60, 300, 600];
+/** Ten pictures a second at the most: where the browser has the cores of the engine, drawing slows what is drawn. */
+const FRAME_MS = 90;
 const stylesheet = "/ui/css/engine.css";
 
 /** Say what a step of a replica was made of. @param {ReturnType<import("../engine/history.js").History["stepAt"]>} found @param {import("../engine/history.js").History} history
@@ -60,9 +63,7 @@ class EngineView extends PageElement {
     this.cursor = null;
     /** Name of the replica whose step is told. */
     this.replica = "";
-    this._drawn = 0;
-    this._frame = 0;
-    this._calm = matchMedia("(prefers-reduced-motion: reduce)");
+    this._frames = new Frames(() => this._draw(), FRAME_MS);
     this.hears(server, "change");
     this.hears(live, "change");
     this.hears(load, "change");
@@ -76,12 +77,12 @@ class EngineView extends PageElement {
 
   connectedCallback() {
     super.connectedCallback();
-    this._frame = requestAnimationFrame(() => this._tick());
+    this._frames.start();
   }
 
   disconnectedCallback() {
     super.disconnectedCallback();
-    cancelAnimationFrame(this._frame);
+    this._frames.stop();
   }
 
   updated() {
@@ -118,15 +119,6 @@ class EngineView extends PageElement {
     const length = 1000 * this.span;
     const to = Math.max(this._until, (this.history?.start ?? 0) + length);
     return { from: to - length, to };
-  }
-
-  _tick() {
-    this._frame = requestAnimationFrame(() => this._tick());
-    const now = performance.now();
-    const every = this._calm.matches ? 1000 : 33;
-    if (document.hidden || now - this._drawn < every) return;
-    this._drawn = now;
-    this._draw();
   }
 
   _draw() {

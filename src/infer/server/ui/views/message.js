@@ -9,7 +9,6 @@ import { duration, number, rate, size, t } from "../lib/i18n.js";
 import { plainLine, speedOf } from "../lib/records.js";
 import { modelOf } from "../lib/request.js";
 import { copyText } from "../lib/text_view.js";
-import "./tools.js";
 import { speech } from "../lib/speech.js";
 
 /** @typedef {import("../lib/records.js").Message} Message */
@@ -89,6 +88,7 @@ class ChatMessage extends PageElement {
     this._listen();
     const { message } = this;
     if (!message) return;
+    if (message.toolCalls?.length) import("./tools.js").catch(() => {});
     const isOpen = message.finish === "running";
     const text = this._text("content");
     if (text) text.value = { text: message.content, isOpen };

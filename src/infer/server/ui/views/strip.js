@@ -9,6 +9,7 @@ import { number, rate, t } from "../lib/i18n.js";
 import { modelOf } from "../lib/request.js";
 import { server } from "../lib/api.js";
 import { fit } from "../engine/draw.js";
+import { Frames } from "../engine/frames.js";
 import { live } from "../engine/live.js";
 import { go } from "../routes.js";
 
@@ -16,7 +17,7 @@ import { go } from "../routes.js";
 const SHOWN_MS = 12_000;
 /** How long the strip stays after the last answer, in milliseconds. */
 const LINGER_MS = 4000;
-const [HEIGHT, FRAME_MS, WORDS_MS] = [26, 50, 500];
+const [HEIGHT, FRAME_MS, WORDS_MS] = [26, 90, 500];
 /** Fewest and most lanes: a few are always there, and many share a pixel. */
 const [FEWEST, MOST] = [4, 26];
 
@@ -29,10 +30,8 @@ class SeatStrip extends PageElement {
     this.said = "";
     this._busyAt = 0;
     this._numTraces = 0;
-    this._drawn = 0;
     this._worded = 0;
-    this._frame = 0;
-    this._calm = matchMedia("(prefers-reduced-motion: reduce)");
+    this._frames = new Frames(() => this._show(), FRAME_MS);
     chats.addEventListener("change", () => this._fill());
     this._fill();
     this.hears(chats, "change");
@@ -41,16 +40,16 @@ class SeatStrip extends PageElement {
 
   connectedCallback() {
     super.connectedCallback();
-    this._frame = requestAnimationFrame(() => this._tick());
+    this._frames.start();
   }
 
   disconnectedCallback() {
     super.disconnectedCallback();
-    cancelAnimationFrame(this._frame);
-    this._frame = 0;
+    this._frames.stop();
   }
 
   updated() {
+    this._draw(); // a canvas that has just appeared is empty
     if (this._busyAt) live.open(server.models.length > 1 && chats.current ? modelOf(chats.current) : "");
   }
 
@@ -58,24 +57,20 @@ class SeatStrip extends PageElement {
   _fill() {
     if (chats.running.size || chats.traces.length > this._numTraces) this._busyAt = performance.now();
     this._numTraces = chats.traces.length;
-    if (!this._frame && this.isConnected && this._busyAt) this._frame = requestAnimationFrame(() => this._tick());
+    if (this.isConnected && this._busyAt) this._frames.start();
     for (const [trace, startedAt] of chats.traces) live.fill(trace, startedAt);
   }
 
   /** Draw as long as something is answered, and a little longer. */
-  _tick() {
+  _show() {
     const now = performance.now();
     if (chats.running.size) this._busyAt = now;
     const isRecent = this._busyAt > 0 && now - this._busyAt < LINGER_MS;
     this.isShown = Boolean(live.history) && isRecent;
     if (!isRecent) {
-      this._frame = 0;
+      this._frames.stop();
       return;
     }
-    this._frame = requestAnimationFrame(() => this._tick());
-    const every = this._calm.matches ? 1000 : FRAME_MS;
-    if (document.hidden || now - this._drawn < every) return;
-    this._drawn = now;
     this._draw();
     if (now - this._worded < WORDS_MS) return;
     this._worded = now;
