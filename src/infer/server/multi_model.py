@@ -196,6 +196,8 @@ class ModelRouter(RequestViews):
         early = EarlyStream(send, context.id, is_anthropic=is_anthropic)
         try:
             app = await unless_gone(request.receive, self._loaded(model, early))
+            while app is not model.app or model.is_leaving:  # it was unloaded before we came on
+                app = await unless_gone(request.receive, self._loaded(model, early))
         except InferError as error:
             if not early.has_begun:
                 raise
@@ -294,11 +296,13 @@ class ModelRouter(RequestViews):
 
     async def ready(self, http: Request) -> dict[str, Any]:
         """Ready as long as any model can answer: one that crashed must not keep requests from the
-        others. /v1/models has the state of each model."""
+        others. So can one whose requests wait until it is loaded: else the first of them, or an
+        unload, would have proxies leave. /v1/models has the state of each model."""
         check_stays(http)
         if not self._models.all():
             await self._models.look()
         statuses = {model.name: model.status for model in self._models.all()}
-        if self._models.is_draining or not {"loaded", "unloaded"} & set(statuses.values()):
+        can_answer = {"loaded", "unloaded"} | ({"loading", "unloading"} if self._waits else set())
+        if self._models.is_draining or not can_answer & set(statuses.values()):
             raise EngineDeadError("no model is ready")
         return {"status": "ready", "models": statuses}
