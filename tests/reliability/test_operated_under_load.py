@@ -51,6 +51,8 @@ KEYS = ("steady", "other", "victim")
 """the last one is revoked"""
 MAX_TOKENS = {True: 48, False: 8}
 """of streams, of whole answers"""
+PAUSE_S = 0.15
+"""seconds between two requests of a client; the servers that start need the cores too"""
 LONG = 900
 """tokens of the streams of the key that is revoked, so that one is running then"""
 
@@ -84,7 +86,8 @@ class Client(threading.Thread):
         self.is_stopped = threading.Event()
 
     def run(self) -> None:
-        while not self.is_stopped.wait(0.05):
+        pause_s = PAUSE_S
+        while not self.is_stopped.wait(pause_s):
             which = (
                 self._dice.choice(MODELS),
                 self._dice.choice(PROMPTS),
@@ -109,6 +112,7 @@ class Client(threading.Thread):
                 self.ends.tokens["prompt_tokens"] += usage["prompt_tokens"]
                 self.ends.tokens["generation_tokens"] += usage["completion_tokens"]
             self.ends.ends[end] += 1
+            pause_s = PAUSE_S if end == "whole" else 1.0
 
 
 def max_tokens_of(ends: Ends) -> int:

@@ -65,6 +65,7 @@ class ModelRouter(RequestViews):
         fits: Fits | None = None,
         waits: bool = True,
         keep_alive_s: float = ServerSettings.keep_alive_s,
+        stays: str = "",
     ) -> None:
         """`launches` load the models by name, in a thread. `make_app` makes the app over an engine,
         without `RequestBoundary`. `end_loads` makes a launch that is running in another thread
@@ -75,7 +76,7 @@ class ModelRouter(RequestViews):
         `aliases`: names of models by other names of theirs. `fits`: whether a model fits beside
         others; None: all do. `waits`: whether a request for a model that is not loaded waits until
         it is, or else is refused. `keep_alive_s`: seconds of waiting after which a stream is sent a
-        comment; 0: never."""
+        comment; 0: never. `stays`: why no model may be unloaded; "": each may."""
         self._models = LoadedModels(
             launches,
             make_app,
@@ -87,6 +88,7 @@ class ModelRouter(RequestViews):
             fits=fits,
         )
         self._waits = waits
+        self._stays = stays
         self._keep_alive_s = keep_alive_s
         self._unknown_model_statuses = unknown_model_statuses or {}
         self._drain_timeout_s = drain_timeout_s
@@ -283,6 +285,8 @@ class ModelRouter(RequestViews):
 
     async def unload_model(self, http: Request, wire: UnloadBody) -> dict[str, Any]:
         model = self._find(wire.model)
+        if self._stays:
+            raise HttpError(409, self._stays, param="model", code="model_stays")
         await self._models.unload(model, wire.force, self._drain_timeout_s)
         return self._shown(model)
 
