@@ -225,7 +225,7 @@ def test_engines_are_counted_on_the_machines_that_may_have_them() -> None:
         ({"node_selector": "zone=b", "engines_per_machine": 2}, 2),
         ({"node_selector": "zone=c"}, 0),
     ):
-        cluster = ClusterSettings(**said)  # type: ignore[arg-type]
+        cluster = ClusterSettings(**said)
         assert why_too_many(cluster, machines, most) == "", said
         refused = why_too_many(cluster, machines, most + 1)
         assert f"; {most} do" in refused

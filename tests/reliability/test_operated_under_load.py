@@ -100,7 +100,7 @@ class Client(threading.Thread):
             except openai.APIStatusError as error:
                 end = f"refused: {error.status_code} {_code(error.body)}"
             except requests.HTTPError as error:
-                end = f"refused: {error.response.status_code} {_code(error.response)}"
+                end = f"refused: {_refusal(error.response)}"
             except (openai.APIConnectionError, requests.RequestException) as error:
                 end = f"lost: {type(error).__name__}: {error}"
             except openai.APIError as error:  # an event of a stream
@@ -119,13 +119,18 @@ def max_tokens_of(ends: Ends) -> int:
     return LONG if ends.is_stream and ends.key == KEYS[-1] else MAX_TOKENS[ends.is_stream]
 
 
+def _refusal(answer: requests.Response | None) -> str:
+    """Status and code."""
+    assert answer is not None
+    try:
+        body = answer.json().get("error")
+    except ValueError:
+        body = None
+    return f"{answer.status_code} {_code(body)}"
+
+
 def _code(body: Any) -> str:
     """The code of an error, or that it is the proxy's."""
-    if isinstance(body, requests.Response):
-        try:
-            body = body.json()["error"]
-        except ValueError:
-            body = None
     return str(body.get("code") or body.get("type")) if isinstance(body, dict) else "by the proxy"
 
 
@@ -165,7 +170,7 @@ def plain(held: ExitStack, url: str, key: str, certificate: str, _: Ends | None 
     session = held.enter_context(requests.Session())
 
     def ask(model: str, prompt: str, max_tokens: int) -> Any:
-        body = {"model": model, "prompt": prompt, "max_tokens": max_tokens}
+        body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": max_tokens}
         answer = session.post(
             f"{url}/v1/completions",
             json={**body, "temperature": 0, "ignore_eos": True},

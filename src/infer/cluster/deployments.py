@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -470,7 +470,7 @@ class Front:
         }
         return await asyncio.to_thread(self._router, launches, page)
 
-    def _router(self, launches: dict[str, Callable[[], AsyncLLM]], page: Page | None) -> Any:
+    def _router(self, launches: Mapping[str, Callable[[], AsyncLLM]], page: Page | None) -> Any:
         """The app over several models."""
         server = self._server
         models = ModelRouter(
