@@ -450,6 +450,5 @@ def note(number: str, proxy: str, operator: Operator, all_ends: list[Ends]) -> N
         sent=sum(each.num_sent for each in all_ends),
         **dict(sorted(ended.items())),
         done=dict(operator.said),
-        lost=0,
-        counts_that_disagree=0,
+        lost=sum(n for each in all_ends for end, n in each.ends.items() if "lost" in end),
     )
