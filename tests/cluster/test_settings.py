@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -12,10 +13,14 @@ from infer.cli.cluster_file import write_yaml
 from infer.cluster.cluster_settings import (
     AllSettings,
     ClusterSettings,
+    Machine,
+    actor_options,
     engine_settings,
     open_requests,
     resources_of,
+    settings_of_models,
     why_too_many,
+    why_too_many_together,
 )
 from infer.cluster.front_identity import new_front_name, seed_of_front
 from infer.cluster.ray_version import check_version, warn_without_haproxy
@@ -51,6 +56,11 @@ def test_strings_become_what_the_settings_are() -> None:
         ({"fronts": "0"}, "fronts", "at least 1"),
         ({"memory_gib": "-1"}, "memory_gib", "at least 0"),
         ({"accelerator": "H100"}, "accelerator", "give gpus=1"),
+        ({"node_selector": "zone"}, "node_selector", "such as zone=a"),
+        ({"node_selector": "zone=a,=b"}, "node_selector", "'=b' is not a label"),
+        ({"node_selector": "zone=in(a"}, "node_selector", "'zone=in[(]a' is not a label"),
+        ({"engines_per_machine": "0"}, "engines_per_machine", "between 1 and 100"),
+        ({"engines_per_machine": "101"}, "engines_per_machine", "not 101"),
         ({"ui": "perhaps"}, "ui", "true or false"),
         ({"routing": "random"}, "routing", "prefix, least, round-robin"),
         ({"uds": "/tmp/x"}, "uds", "Ray Serve decides"),
@@ -169,6 +179,9 @@ def test_the_file_for_serve_deploy_has_what_was_given(capsys: pytest.CaptureFixt
     assert '      model: "a: b"' in lines
     assert '      replicas: "1-3"' in lines
     assert '  - name: "stories"' in lines
+    table = '{"a": {"path": "/a"}}'
+    write_yaml([f"models={table}", "insecure=true"], "stories", "127.0.0.1", 8000)
+    assert f"      models: {json.dumps(table)}" in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("pair", ["replicas", "replicas=", "modle=x", "insecure=false"])
@@ -188,11 +201,103 @@ def test_memory_and_accelerators_are_reserved_and_counted() -> None:
     kind = "accelerator_type:H100"
     assert resources_of(cluster) == {"CPU": 4, "GPU": 1, "memory": 10 * 2**30, kind: 0.001}
     assert resources_of(ClusterSettings()) == {"CPU": 1}
-    one = {"CPU": 64.0, "GPU": 8.0, "memory": 25 * 2.0**30, kind: 1.0}
-    other = {**one, "accelerator_type:A100": 1.0}
-    del other[kind]
-    assert why_too_many(cluster, [one, other], 2) == ""
-    assert why_too_many(cluster, [one, other], 3) == (
+    resources = {"CPU": 64.0, "GPU": 8.0, "memory": 25 * 2.0**30}
+    machines = [Machine({**resources, kind: 1.0}), Machine({**resources, "accelerator_type:A": 1})]
+    assert why_too_many(cluster, machines, 2) == ""
+    assert why_too_many(cluster, machines, 3) == (
         "3 engines with cpus=4, gpus=1, memory_gib=10, accelerator=H100 do not fit the 2 machines"
         " of this cluster; 2 do"
+    )
+
+
+def test_engines_are_counted_on_the_machines_that_may_have_them() -> None:
+    machines = [
+        Machine({"CPU": 8.0}, {"zone": "a", "disk": "hdd"}),
+        Machine({"CPU": 8.0}, {"zone": "a"}),
+        Machine({"CPU": 8.0}, {"zone": "b"}),
+        Machine({"CPU": 1.0}, {"zone": "a"}),
+    ]
+    for said, most in (
+        ({}, 25),
+        ({"node_selector": "zone=a"}, 17),
+        ({"node_selector": "zone=a, disk=!hdd"}, 9),
+        ({"engines_per_machine": 2}, 7),
+        ({"node_selector": "zone=b", "engines_per_machine": 2}, 2),
+        ({"node_selector": "zone=c"}, 0),
+    ):
+        cluster = ClusterSettings(**said)
+        assert why_too_many(cluster, machines, most) == "", said
+        refused = why_too_many(cluster, machines, most + 1)
+        assert f"; {most} do" in refused
+        assert all(f"{name}={value}" in refused for name, value in said.items())
+    cluster = ClusterSettings(
+        cpus=2, gpus=0.5, memory_gib=1, accelerator="H100", node_selector="zone=a,disk=!hdd"
+    )
+    assert actor_options(cluster) == {
+        "num_cpus": 2.0,
+        "num_gpus": 0.5,
+        "memory": 2.0**30,
+        "resources": {"accelerator_type:H100": 0.001},
+        "label_selector": {"zone": "a", "disk": "!hdd"},
+    }
+
+
+def test_logs_are_settings_of_a_cluster_too() -> None:
+    settings = AllSettings.of({"insecure": "true", "log_format": "json", "log_level": "debug"})
+    assert (settings.server.log_format, settings.server.log_level) == ("json", "debug")
+
+
+MODELS = {
+    "small": {"path": "/s", "replicas": "1-3"},
+    "large-2.5": {"path": "/l", "cpus": 8, "max_seq_len": "4096", "node_selector": "zone=a"},
+}
+
+
+@pytest.mark.parametrize("models", [MODELS, json.dumps(MODELS)])
+def test_several_models_have_engines_of_their_own(models: Any) -> None:
+    found = settings_of_models({"insecure": "true", "models": models, "max_batch_size": "8"})
+    assert list(found) == list(MODELS)
+    small, large = found.values()
+    assert (small.cluster.range, small.cluster.cpus, small.engine.model) == ((1, 3), 1, "/s")
+    assert (large.cluster.range, large.cluster.cpus, large.engine.model) == ((1, 1), 8, "/l")
+    assert [each.engine.served_model_name for each in found.values()] == list(MODELS)
+    assert [each.engine.max_batch_size for each in found.values()] == [8, 8]
+    assert large.engine.max_seq_len == 4096
+    assert small.server == large.server
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "message"),
+    [
+        ({"models": "{"}, "models", "is no JSON"),
+        ({"models": "[]"}, "models", "such as"),
+        ({"models": {}}, "models", "such as"),
+        ({"models": {"a": "/a"}}, "models", "'a': path: is missing"),
+        ({"models": {"a": {}}}, "models", "'a': path: is missing"),
+        ({"models": {"a/b": {"path": "/a"}}}, "models", "'a/b': name: must be"),
+        ({"models": {"load": {"path": "/a"}}}, "models", "'load': name: must be"),
+        ({"models": {"a": {"path": "/a", "fronts": 2}}}, "models", "'a': fronts: is no setting"),
+        ({"models": {"a": {"path": "/a", "api_keys": "x"}}}, "models", "'a': api_keys: is no set"),
+        ({"models": {"a": {"path": "/a", "replicas": "0"}}}, "models", "'a': replicas: '0' is"),
+        ({"models": MODELS, "model": "/x"}, "model", "each has its name"),
+        ({"models": MODELS, "served_model_name": "x"}, "served_model_name", "each has its name"),
+        ({"models": MODELS, "fronts": "2"}, "fronts", "have one front"),
+        ({"models": MODELS, "models_dir": "/x"}, "models_dir", "give models"),
+        ({"when_not_loaded": "refuse"}, "when_not_loaded", "engines of a cluster stay"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(
+    arguments: dict[str, Any], field: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        settings_of_models({"insecure": "true", **arguments})
+    assert refused.value.field == field
+
+
+def test_models_need_room_together() -> None:
+    clusters = [ClusterSettings(cpus=3), ClusterSettings(replicas="2-9", cpus=2)]
+    machines = [Machine({"CPU": 3.0}), Machine({"CPU": 4.0})]
+    assert why_too_many_together(clusters, machines) == ""
+    assert why_too_many_together(clusters, machines[1:]) == (
+        "all engines together need CPU=7, and this cluster has 4"
     )

@@ -425,6 +425,19 @@ ROWS = (
         " two killed",
     ),
     Row(
+        "O1",
+        "operated under load, HAProxy",
+        (f"{HERE}/test_operated_under_load.py::test_operated_under_load[haproxy]",),
+        "Streams by OpenAI's library and whole answers by requests, behind the block of"
+        " docs/proxies.md with TLS to the servers; `INFER_OPERATED_SEED` draws what is done when",
+    ),
+    Row(
+        "O2",
+        "operated under load, nginx",
+        (f"{HERE}/test_operated_under_load.py::test_operated_under_load[nginx]",),
+        "As O1",
+    ),
+    Row(
         "C2",
         "deaths in a cluster",
         ("tests/cluster/test_ray.py",),

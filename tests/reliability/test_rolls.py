@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,11 @@ def answered(url: str, path: str, body: dict[str, Any] | None = None) -> bytes:
 class Backend:
     """A server that can be restarted on its port."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str, scheme: str = "http") -> None:
+        """`options`: further ones of `infer serve`."""
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{scheme}://127.0.0.1:{self.port}"
+        self._options = options
         self._log = folder / f"{self.port}.log"
         self.process = self._start()
 
@@ -86,6 +88,7 @@ class Backend:
             "3",
             "--num-threads",
             "1",
+            *self._options,
         ]
         with self._log.open("ab") as log:
             return subprocess.Popen([*command, *options], env=ENV, stdout=log, stderr=log)
@@ -96,16 +99,26 @@ class Backend:
         except OSError:
             return False
 
-    def roll(self) -> None:
-        """End it as a supervisor does, and start it again."""
+    def log(self) -> bytes:
+        return self._log.read_bytes()
+
+    def roll(
+        self, amid: Callable[[], None] = lambda: None, starting: Callable[[], None] = lambda: None
+    ) -> None:
+        """End it as a supervisor does, and start it again. `amid`: called while it ends;
+        `starting`: between the two."""
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(90) == 0, self._log.read_bytes()[-3000:]
+        time.sleep(1.0)
+        amid()
+        assert self.process.wait(90) == 0, self.log()[-3000:]
+        starting()
         self.process = self._start()
         until(self.is_ready, 120)
 
 
 @contextmanager
-def haproxy(folder: Path, ports: list[int]) -> Iterator[str]:
+def haproxy(folder: Path, ports: list[int], tls: Path | None = None) -> Iterator[str]:
+    """HAProxy in front of servers. `tls`: file of the certificates that they may show."""
     program = shutil.which("haproxy")
     if program is None:
         pytest.skip("haproxy is not installed")
@@ -114,6 +127,8 @@ def haproxy(folder: Path, ports: list[int]) -> Iterator[str]:
     pem.write_bytes(Path(certificate).read_bytes() + Path(key).read_bytes())
     port = free_port()
     text = block_of("HAProxy", ports).replace("/etc/haproxy/infer.pem", str(pem))
+    if tls is not None:
+        text = text.replace(" check\n", f" check ssl verify required ca-file {tls}\n")
     file = folder / "haproxy.cfg"
     file.write_text(text.replace("bind :443", f"bind 127.0.0.1:{port}"), encoding="utf-8")
     with subprocess.Popen([program, "-db", "-f", file]) as process:
@@ -124,12 +139,18 @@ def haproxy(folder: Path, ports: list[int]) -> Iterator[str]:
 
 
 @contextmanager
-def nginx(folder: Path, ports: list[int]) -> Iterator[str]:
+def nginx(folder: Path, ports: list[int], tls: Path | None = None) -> Iterator[str]:
+    """As `haproxy`."""
     program = shutil.which("nginx")
     if program is None:
         pytest.skip("nginx is not installed")
     port = free_port()
     block = block_of("nginx", ports).replace("listen 8080", f"listen 127.0.0.1:{port}")
+    if tls is not None:
+        lines = (
+            f"proxy_ssl_verify on; proxy_ssl_trusted_certificate {tls}; proxy_ssl_name 127.0.0.1"
+        )
+        block = block.replace("proxy_pass http://infer", f"{lines};\nproxy_pass https://infer")
     names = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     paths = " ".join(f"{name}_temp_path {folder / name};" for name in names)
     head = f"daemon off; pid {folder / 'pid'}; error_log {folder / 'error.log'};\nevents {{}}\n"

@@ -176,6 +176,92 @@ def test_nothing_is_lost_under_load() -> None:
     used(body, launches.all, load=False)
 
 
+@pytest.mark.parametrize("num_ticks", range(16))
+def test_an_unload_just_when_a_model_is_loaded_loses_no_stream(num_ticks: int) -> None:
+    """Whatever turn of the event loop it comes in, a stream that has waited has the model loaded
+    again."""
+    statuses = {COMPLETIONS: 404}
+    asked: list[asyncio.Task[Any]] = []
+    loads = 0
+
+    async def body(app: App, _: ModelRouter) -> None:
+        loop = asyncio.get_running_loop()
+
+        def unload() -> None:
+            asked.append(asyncio.ensure_future(app.post(UNLOAD, {"model": "a", "force": True})))
+
+        def later(ticks: int) -> None:
+            if ticks:
+                loop.call_soon(later, ticks - 1)
+            else:
+                unload()
+
+        class Started(AsyncLLM):
+            async def start(self) -> None:
+                await super().start()
+                later(num_ticks)
+
+        def launch() -> AsyncLLM:
+            nonlocal loads
+            loads += 1
+            engine = make_hash_llm()
+            if loads == 1:
+                engine.__class__ = Started
+            return engine
+
+        launches["a"] = launch
+        reply = await app.post(COMPLETIONS, completion_body(model="a", stream=True))
+        assert reply.status == 200
+        assert b"error" not in reply.body, reply.body
+        assert reply.body.endswith(b"data: [DONE]\n\n")
+        (unloading,) = asked
+        assert (await unloading).status == 200
+
+    launches: dict[str, Callable[[], AsyncLLM]] = {}
+
+    def late() -> AsyncLLM:
+        return launches["a"]()
+
+    used(body, {"a": late}, load=False, unknown_model_statuses=statuses)
+
+
+def test_it_is_ready_while_a_model_is_loaded_or_unloaded() -> None:
+    """Requests wait for it, so proxies must not leave. Where they are refused it is not ready."""
+    may_load, is_over = threading.Event(), threading.Event()
+
+    def launch() -> AsyncLLM:
+        assert may_load.wait(60)
+        return make_hash_llm(step_s=0.002)
+
+    async def body(app: App, models: ModelRouter, waits: bool) -> None:
+        async def is_ready() -> bool:
+            return (await app.get("/health/ready")).status == 200
+
+        async def come_to(status: str) -> None:
+            async with asyncio.timeout(60):
+                while (await statuses(app))["a"] != status:
+                    await asyncio.sleep(0.002)
+
+        loading = asyncio.create_task(app.post(LOAD, {"model": "a"}))
+        await come_to("loading")
+        assert await is_ready() is waits
+        may_load.set()
+        assert (await loading).status == 200
+        stream = await running(app, models, "a")
+        unloading = asyncio.create_task(app.post(UNLOAD, {"model": "a", "force": True}))
+        await come_to("unloading")
+        assert await is_ready() is waits
+        assert (await stream).status == 200
+        assert (await unloading).status == 200
+        assert await is_ready()
+        is_over.set()
+
+    for waits in (True, False):
+        may_load.clear()
+        used(partial(body, waits=waits), {"a": launch}, load=False, waits=waits)
+    assert is_over.is_set()
+
+
 def test_only_an_admin_may(tmp_path: Path) -> None:
     file = tmp_path / "keys.json"
     one = Keys(file, must_exist=False).create("one", KeyLimits())

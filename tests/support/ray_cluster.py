@@ -105,10 +105,13 @@ def ray_cluster(
     *,
     port: int,
     cores: Sequence[int] = (1, 1, 1),
+    labels: Sequence[Mapping[str, str]] = (),
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[RayCluster]:
-    """Serve with `arguments` on a head and nodes with so many cores each; ends all of it."""
-    settings = {"arguments": dict(arguments), "port": port, "cores": list(cores)}
+    """Serve with `arguments` on a head and nodes with so many cores each; ends all of it.
+    `labels`: of the nodes; default: none."""
+    nodes = list(zip(cores, labels or [{}] * len(cores), strict=True))
+    settings = {"arguments": dict(arguments), "port": port, "nodes": nodes}
     with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", __name__, json.dumps(settings)],
@@ -159,8 +162,10 @@ def _obey(settings: Mapping[str, Any], answers: Any) -> None:
     store = 80 << 20
     head = {"num_cpus": 0, "object_store_memory": store, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    for count in settings["cores"]:
-        cluster.add_node(num_cpus=count, object_store_memory=store)
+    labels = {}
+    for count, each in settings["nodes"]:
+        node = cluster.add_node(num_cpus=count, object_store_memory=store, labels=each)
+        labels[node.all_processes["raylet"][0].process.pid] = each
     ray.init(address=cluster.address)
     serve.start(http_options={"port": settings["port"], "location": "HeadOnly"})
     serve.run(infer.cluster.app(settings["arguments"]), name="infer", route_prefix="/")
@@ -179,6 +184,8 @@ def _obey(settings: Mapping[str, Any], answers: Any) -> None:
             case "add":
                 cluster.add_node(num_cpus=1, object_store_memory=store)
                 say("{}")
+            case "labels":
+                say(json.dumps(labels))
             case "states":
                 engines = serve.status().applications["infer"].deployments["Engine"]
                 say(json.dumps({str(each): n for each, n in engines.replica_states.items()}))

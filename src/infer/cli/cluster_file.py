@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from infer.cluster.cluster_settings import AllSettings
+from infer.cluster.cluster_settings import settings_of_models
 from infer.errors import ConfigError
 
 app = typer.Typer(help="Serve on a Ray cluster.", no_args_is_help=True, add_completion=False)
@@ -42,7 +42,7 @@ def write_yaml(
         if not equals or not value:
             raise ConfigError("KEY=VALUE", f"{pair!r} is not of this form, such as replicas=1-3")
         arguments[key] = value
-    AllSettings.of(arguments)
+    settings_of_models(arguments)
     # Strings in JSON are strings in YAML.
     lines = [
         "proxy_location: EveryNode",

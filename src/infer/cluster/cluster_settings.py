@@ -1,16 +1,21 @@
 """`ClusterSettings`: what `serve run infer.cluster:app KEY=VALUE ...` and its YAML may say
 
 The keys are those of this class, of `EngineConfig` and of `ServerSettings`, as `infer serve` has
-them. Values may be strings, as on a command line.
+them, and `models`, which are several in one application. Values may be strings, as on a command
+line.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
+
+from msgspec import Meta
 
 from infer.config import (
     EngineConfig,
@@ -23,23 +28,31 @@ from infer.config import (
     unknown_setting,
 )
 from infer.errors import ConfigError
+from infer.server.served_models import MODEL_NAME
 from infer.server.sessions import NO_SESSIONS
 from infer.server.settings import ServerSettings
 
+OF_A_FRONT = ("fronts", "insecure")
+"""settings of a cluster that all its models share"""
 C = TypeVar("C")
 
 MAX_ENGINES = 4096
 """maximum of the engines of a cluster"""
+MAX_ENGINES_PER_MACHINE = 100
+"""the most that Ray Serve takes as a limit"""
+_LABEL = re.compile("!?[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?")
+_LABEL_NAME = re.compile("([a-zA-Z0-9.-]{1,200}/)?[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?")
 OPEN_REQUESTS = 10_000
 """requests that Ray lets a replica have, at least; our own limits are below it"""
 NOT_IN_A_CLUSTER = {
     "uds": "Ray Serve decides where it listens",
     "ssl_certfile": "Ray Serve speaks plain HTTP; end TLS in front of it",
     "ssl_keyfile": "Ray Serve speaks plain HTTP; end TLS in front of it",
-    "load_on_first_use": "each model is an application of its own",
-    "idle_unload_s": "each model is an application of its own",
-    "log_format": "Ray decides about logs",
-    "log_level": "Ray decides about logs",
+    **dict.fromkeys(
+        ("load_on_first_use", "idle_unload_s", "when_not_loaded", "models_memory_bytes"),
+        "the engines of a cluster stay; replicas says how many there are",
+    ),
+    "models_dir": "give models, a table of names with path and replicas",
     "drain_delay_s": "Ray Serve takes a front from its proxies before it ends it",
     "metrics_port": "the fronts answer /metrics where Ray Serve listens",
 }
@@ -64,6 +77,14 @@ class ClusterSettings:
     accelerator: str | None = option(
         None, "Only machines with this kind of accelerator, as Ray names it (H100); needs gpus."
     )
+    node_selector: str | None = option(
+        None,
+        "Engines run only on machines with these labels, as `ray start --labels` gave them:"
+        " zone=a,disk=!hdd (! = any other value, or none).",
+    )
+    engines_per_machine: Annotated[int, Meta(ge=1, le=MAX_ENGINES_PER_MACHINE)] | None = option(
+        None, "Most engines on one machine, so that its death takes no more; default: what fits."
+    )
     drain_timeout_s: Annotated[float, at_least(0)] = option(
         30.0, "Seconds that requests have to finish where an engine ends; the rest moves."
     )
@@ -82,9 +103,22 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _ = self.range
+        _ = self.range, self.labels
         if self.accelerator and not self.gpus:
             raise ConfigError("accelerator", "is of no use without gpus: give gpus=1")
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """`node_selector`: what machines must have, by the labels' names."""
+        found = {}
+        for pair in self.node_selector.split(",") if self.node_selector else ():
+            name, equals, value = map(str.strip, pair.partition("="))
+            if not equals or not _LABEL_NAME.fullmatch(name) or not _LABEL.fullmatch(value):
+                raise ConfigError(
+                    "node_selector", f"{pair!r:.80} is not a label such as zone=a or disk=!hdd"
+                )
+            found[name] = value
+        return found
 
     @property
     def range(self) -> tuple[int, int]:
@@ -174,12 +208,76 @@ class AllSettings:
         )
 
 
+def settings_of_models(arguments: Mapping[str, Any]) -> dict[str, AllSettings]:
+    """The settings of each model by its name; one without a name where there is no `models`, which
+    has for each name its `path`, and what it has instead of the others' settings of engines. Raises
+    `ConfigError`."""
+    common = {key: value for key, value in arguments.items() if key != "models"}
+    everybody = AllSettings.of(common)
+    if "models" not in arguments:
+        return {"": everybody}
+    for key in ("model", "served_model_name"):
+        if key in common:
+            raise ConfigError(key, "is of one model; in models each has its name and its path")
+    if everybody.cluster.fronts > 1:
+        message = "several models in one application have one front: for more, give each its own"
+        raise ConfigError("fronts", message)
+    return {
+        name: _settings_of_model(name, own, common)
+        for name, own in _table(arguments["models"]).items()
+    }
+
+
+def _table(models: Any) -> Mapping[str, Any]:
+    """The value of `models`, which may be JSON."""
+    try:
+        table = json.loads(models) if isinstance(models, str) else models
+    except ValueError as error:
+        raise ConfigError("models", f"is no JSON: {error}") from None
+    if not isinstance(table, Mapping) or not table:
+        example = '{"small": {"path": "/srv/small", "replicas": "1-3"}}'
+        raise ConfigError("models", f"must be a table of names, such as {example}")
+    return table
+
+
+def _settings_of_model(name: str, own: Any, common: Mapping[str, Any]) -> AllSettings:
+    """Raises `ConfigError`, which names the model."""
+    of_engines = [*settings_of(EngineConfig), *settings_of(ClusterSettings)]
+    known = {spec.name for spec in of_engines} - {"model", "served_model_name", *OF_A_FRONT}
+    try:
+        if not re.fullmatch(MODEL_NAME, name):
+            raise ConfigError("name", "must be letters, digits and ._-")
+        if not isinstance(own, Mapping) or not own.get("path"):
+            raise ConfigError("path", "is missing")
+        for key in own:
+            if key not in known and key != "path":
+                raise ConfigError(key, "is no setting of one model")
+        mine = {key: value for key, value in own.items() if key != "path"}
+        return AllSettings.of({**common, **mine, "model": own["path"], "served_model_name": name})
+    except ConfigError as error:
+        raise ConfigError("models", f"{name!r:.100}: {error}") from None
+
+
 def engine_settings(config: EngineConfig, cluster: ClusterSettings) -> dict[str, Any]:
     """The settings that an engine's process gets: it has its share of the machine's cores."""
     settings = dataclasses.asdict(config)
     if settings["num_threads"] is None and not cluster.gpus:
         settings["num_threads"] = cluster.cpus
     return settings
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of a Ray cluster."""
+
+    resources: Mapping[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def has(self, name: str, wanted: str) -> bool:
+        """Whether it has a label with the value that `node_selector` wants."""
+        if wanted.startswith("!"):
+            return self.labels.get(name) != wanted[1:]
+        return self.labels.get(name) == wanted
 
 
 def resources_of(cluster: ClusterSettings) -> dict[str, float]:
@@ -194,29 +292,58 @@ def resources_of(cluster: ClusterSettings) -> dict[str, float]:
     return found
 
 
-def num_fitting(cluster: ClusterSettings, machines: Sequence[Mapping[str, float]]) -> int:
-    """How many engines machines with these resources have room for."""
-    wanted = resources_of(cluster)
+def actor_options(cluster: ClusterSettings) -> dict[str, Any]:
+    """The same, as Ray Serve has it for an actor, and where it may run."""
+    resources = resources_of(cluster)
+    found: dict[str, Any] = {"num_cpus": resources.pop("CPU")}
+    for name, option_name in (("GPU", "num_gpus"), ("memory", "memory")):
+        if name in resources:
+            found[option_name] = resources.pop(name)
+    found["resources"] = resources
+    if cluster.labels:
+        found["label_selector"] = cluster.labels
+    return found
+
+
+def num_fitting(cluster: ClusterSettings, machines: Sequence[Machine]) -> int:
+    """How many engines these machines have room for."""
+    wanted, labels = resources_of(cluster), cluster.labels
+    most = cluster.engines_per_machine or MAX_ENGINES
     return sum(
-        min(int(machine.get(name, 0) // count) for name, count in wanted.items())
+        min(most, *(int(machine.resources.get(name, 0) // n) for name, n in wanted.items()))
         for machine in machines
+        if all(machine.has(*label) for label in labels.items())
     )
 
 
-def why_too_many(
-    cluster: ClusterSettings, machines: Sequence[Mapping[str, float]], count: int
-) -> str:
-    """Why machines with these resources have no room for so many engines; "" if they have it."""
+def why_too_many(cluster: ClusterSettings, machines: Sequence[Machine], count: int) -> str:
+    """Why these machines have no room for so many engines; "" if they have it."""
     fitting = num_fitting(cluster, machines)
     if fitting >= count:
         return ""
     each = f"cpus={cluster.cpus}" + (f", gpus={cluster.gpus:g}" if cluster.gpus else "")
     each += f", memory_gib={cluster.memory_gib:g}" if cluster.memory_gib else ""
-    each += f", accelerator={cluster.accelerator}" if cluster.accelerator else ""
+    for name in ("accelerator", "node_selector", "engines_per_machine"):
+        value = getattr(cluster, name)
+        each += f", {name}={value}" if value else ""
     return (
         f"{count} engines with {each} do not fit the {len(machines)} machines of this cluster;"
         f" {fitting} do"
     )
+
+
+def why_too_many_together(clusters: Sequence[ClusterSettings], machines: Sequence[Machine]) -> str:
+    """Why these machines cannot have the fewest engines of several models; "" where none of their
+    resources is too little for all together."""
+    wanted: Counter[str] = Counter()
+    for cluster in clusters:
+        for name, count in resources_of(cluster).items():
+            wanted[name] += count * cluster.range[0]  # type: ignore[assignment]
+    for name, count in wanted.items():
+        found = sum(machine.resources.get(name, 0) for machine in machines)
+        if count > found:
+            return f"all engines together need {name}={count:g}, and this cluster has {found:g}"
+    return ""
 
 
 def open_requests(server: ServerSettings) -> int:

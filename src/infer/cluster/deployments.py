@@ -1,9 +1,10 @@
 """The deployments of Ray Serve: `Engine` and `Front`
 
-An `Engine` replica starts an `EngineActor` in its placement group, which has the engine's process
-and one streaming call for each front. A `Front` replica has the server over a fleet of engines,
-which it finds by asking all replicas once a second. Ray carries the steps to each front; those that
-follow one another within `ITEM_S` share an item.
+An `Engine` replica reserves what its engine needs, and starts an `EngineActor` on its machine,
+which has the engine's process and one streaming call for each front. A `Front` replica has the
+server over a fleet of engines, for each model. Their actors have names, which it looks at once a
+second; an engine is asked who it is when its name is new. Ray carries the steps to each front;
+those that follow one another within `ITEM_S` share an item.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,22 +26,26 @@ import ray
 from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
-from ray.serve.exceptions import RayServeException
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from infer.cluster.cluster_settings import (
     OPEN_REQUESTS,
     AllSettings,
+    ClusterSettings,
+    Machine,
+    actor_options,
     engine_settings,
     open_requests,
-    resources_of,
+    settings_of_models,
     why_too_many,
+    why_too_many_together,
 )
 from infer.cluster.front_identity import new_front_name, seed_of_front
 from infer.cluster.front_relay import RelayedPeers
 from infer.cluster.ordered_stream import CommandOrder, link_items
 from infer.cluster.ray_version import check_version, warn_without_haproxy
 from infer.cluster.scaling import engines_wanted
-from infer.cluster.shared_fronts import SharedFronts
+from infer.cluster.shared_fronts import NAMESPACE, SharedFronts
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.engine.engine_client import HEARTBEAT_S
@@ -52,8 +58,11 @@ from infer.replicas.process_transport import ProcessTransport
 from infer.replicas.replica import Replica
 from infer.replicas.routing import make_router
 from infer.replicas.standby import Standby
-from infer.server.app import create_app
+from infer.server.app import create_app, layers
 from infer.server.fronts import SeveralFronts
+from infer.server.multi_model import ModelRouter
+from infer.server.observe.logs import log_on_stderr
+from infer.server.route_table import unknown_model_statuses
 from infer.server.tenancy.front_limits import FrontLimits
 from infer.server.ui.page import Page
 from infer.text.checkpoint_text import TextFiles
@@ -61,6 +70,8 @@ from infer.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+FROM_RESERVED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+"""variables that Ray sets by what an actor reserves"""
 FACTORY = "infer.engine.build.assemble:prepare_process"
 BACKPRESSURE = 256
 """items of a link that may wait at a front before its engine keeps them in its own queue"""
@@ -72,14 +83,12 @@ MAX_RESTARTS = 10
 """times that Ray starts the actor of an engine again before the whole replica is replaced"""
 DESCRIBE_S = 1.0
 """seconds that an engine's actor has to say who it is; it may be frozen, or being started again"""
-ASKED_S = 0.1
-"""seconds that Ray waits, before an engine drains, for calls that ask it who it is"""
+ENDED_S = 0.1
+"""seconds after which Ray looks whether an engine's replica has calls left, of which it has none"""
 MOVE_S = 0.5
 """seconds that fronts have to move what is left at the end of a drain"""
 DISCOVERY_S = 1.0
-"""seconds between two rounds in which a front asks for engines"""
-DISCOVERY_TIMEOUT_S = 2.5
-"""seconds that a round may take"""
+"""seconds between two looks of a front at the names of engines"""
 CLOCK_TIMEOUT_S = 5.0
 """seconds that an engine's actor has to tell its time"""
 NO_USAGE_STATISTICS = ("RAY_USAGE_STATS_ENABLED", "0")
@@ -93,10 +102,13 @@ _decode_files = msgspec.msgpack.Decoder(TextFiles).decode
 class EngineActor:
     """An engine's process, and its ends of the links; an actor of Ray."""
 
-    def __init__(self, plain: dict[str, Any], name: str) -> None:
-        """`plain`: see `AllSettings.to_plain`. The engine is loaded meanwhile; see `ready`."""
+    def __init__(self, plain: dict[str, Any], name: str, variables: dict[str, str]) -> None:
+        """`plain`: see `AllSettings.to_plain`. The engine is loaded meanwhile; see `ready`.
+        `variables`: those `FROM_RESERVED` of its replica."""
+        os.environ.update(variables)
         self._settings = AllSettings.from_plain(plain)
         self._name = name
+        self._log = _logging(self._settings, replica=name)
         self._stop = threading.Event()
         self._loaded: Future[None] = Future()
         self._text: Text | None = None
@@ -157,8 +169,10 @@ class EngineActor:
         assert self._host is not None
         return self._host
 
-    async def describe(self) -> bytes:
-        """A `Description`, in msgpack."""
+    async def describe(self) -> bytes | None:
+        """A `Description`, in msgpack; None until the engine is loaded."""
+        if not self._loaded.done():
+            return None
         host = await self._serving()
         assert self._text is not None
         replica, model_name = host.replica, self._text.model_name
@@ -221,26 +235,24 @@ class EngineActor:
 class Engine:
     """A deployment of Ray Serve: one replica is one engine."""
 
-    def __init__(self, plain: dict[str, Any]) -> None:
+    def __init__(self, plain: dict[str, Any], model: str) -> None:
+        """`model`: its name, where there are several."""
         cluster = AllSettings.from_plain(plain).cluster
         self._drain_timeout_s = cluster.drain_timeout_s
-        name = serve.get_replica_context().replica_id.unique_id
+        context = serve.get_replica_context()
+        name = context.replica_id.unique_id
         actor = ray.remote(EngineActor)
         self._actor = actor.options(
-            num_cpus=cluster.cpus,
-            num_gpus=cluster.gpus,
+            name=f"{_prefix(context.app_name, model)}{name}",
+            namespace=NAMESPACE,
+            num_cpus=0,  # its replica has reserved them, on the same machine
+            scheduling_strategy=NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            ),
             max_concurrency=1000,
             max_restarts=MAX_RESTARTS,
-        ).remote(plain, name)
+        ).remote(plain, name, {key: os.environ[key] for key in FROM_RESERVED if key in os.environ})
         ray.get(self._actor.ready.remote())
-
-    async def describe(self) -> tuple[bytes, Any] | None:
-        """What a front needs: a `Description` in msgpack, and the actor. None if that does not
-        answer."""
-        try:
-            return await asyncio.wait_for(self._actor.describe.remote(), DESCRIBE_S), self._actor
-        except (RayError, TimeoutError):
-            return None
 
     async def check_health(self) -> None:
         """Called by Ray; raises if the replica is to be replaced."""
@@ -312,6 +324,37 @@ class RayLink:
                 ray.cancel(self._stream)
 
 
+def _prefix(application: str, model: str) -> str:
+    """How the names of the actors of a model's engines begin; the engine's own follows."""
+    return f"infer-engine/{application}/{model}/"
+
+
+def _actors(prefix: str, known: Collection[str]) -> list[Any]:
+    """The actors of engines that are not known. Blocks; raises `RayError`."""
+    found = []
+    for each in ray.util.list_named_actors(all_namespaces=True):
+        start, slash, name = each["name"].rpartition("/")
+        if each["namespace"] != NAMESPACE or start + slash != prefix or name in known:
+            continue
+        with contextlib.suppress(ValueError):  # it has just gone
+            found.append(ray.get_actor(each["name"], namespace=NAMESPACE))
+    return found
+
+
+async def _described(actor: Any) -> Description | None:
+    data: bytes | None = await actor.describe.remote()
+    return None if data is None else decode_description(data)
+
+
+def _logging(settings: AllSettings, **fields: str) -> contextlib.ExitStack:
+    """What writes the log of this process as long as it is held. Ray has a file for it, and shows
+    its lines where the application was started from."""
+    server, held = settings.server, contextlib.ExitStack()
+    how = log_on_stderr(server.log_format, server.log_level, fields=fields)
+    held.enter_context(how)
+    return held
+
+
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
     """Ray's errors as those of a link."""
@@ -329,93 +372,133 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200]
 
 
-@serve.ingress()
-class Front:
-    """A deployment of Ray Serve: HTTP, text, keys, and a fleet of the engines."""
+class EnginesOfModel:
+    """The engines of one model, as a front finds them."""
 
-    def __init__(self, plain: dict[str, Any], engines: Any) -> None:
-        self._settings = AllSettings.from_plain(plain)
-        _check_token(self._settings)  # `serve run` builds the application before Ray is started
-        cluster = self._settings.cluster
-        if message := why_too_many(cluster, _machines(), cluster.range[0]):
-            log.warning("replicas: %s", message)  # perhaps a machine has just died
-        self._engines = engines
-        self._name = new_front_name()
+    def __init__(self, front: str, model: str, settings: AllSettings) -> None:
+        """`front`: its name."""
+        self._front, self._settings = front, settings
+        self._prefix = _prefix(serve.get_replica_context().app_name, model)
         self._finding: asyncio.Task[None] | None = None
-        self._answering: asyncio.Task[None] | None = None
-        self._fleet: Fleet | None = None
 
-    async def __serve_build_asgi_app__(self) -> Any:
-        """Called by Ray: the server, once there is an engine."""
-        while not (found := await self._describe()):
+    async def serve(self) -> AsyncLLM:
+        """The fleet of the engines, once there is one; further ones join it."""
+        while not (found := await self._describe(())):
             await asyncio.sleep(0.5)
         settings, (description, actor) = self._settings, found[0]
         files = _decode_files(await actor.text.remote())
         tokenizer = await asyncio.to_thread(Tokenizer, files)
-        self._fleet = Fleet(
+        fleet = Fleet(
             [self._replica(*each) for each in found],
             router=make_router(settings.server.routing),
             link_timeout_s=settings.server.link_timeout_s,
             moved_streams=settings.server.moved_streams,
         )
         limits = fleet_limits([description.limits] * settings.cluster.range[1])
-        seed = seed_of_front(settings.engine.seed, self._name)
+        seed = seed_of_front(settings.engine.seed, self._front)
         input_processor = InputProcessor(tokenizer, limits, seed, files.sampling)
-        engine = AsyncLLM(self._fleet, input_processor, description.model_name)
+        engine = AsyncLLM(fleet, input_processor, description.model_name)
         engine.warm_workers()
-        self._finding = asyncio.create_task(self._find())
-        page = Page() if settings.server.ui else None
-        return self._app(engine, page)
-
-    def _app(self, engine: AsyncLLM, page: Page | None) -> Any:
-        cluster, server = self._settings.cluster, self._settings.server
-        if cluster.fronts == 1:
-            return create_app(engine, server, page=page)
-        shared = SharedFronts(serve.get_replica_context().app_name, cluster.fronts)
-        limits = FrontLimits(self._name, cluster.fronts, shared.sync)
-        peers = RelayedPeers(self._name, shared)
-        fronts = SeveralFronts(self._name, limits, peers)
-        app = create_app(engine, server, page=page, fronts=fronts)
-        self._answering = asyncio.create_task(peers.serve(app.state.views.own))
-        return app
+        self._finding = asyncio.create_task(self._find(fleet))
+        return engine
 
     def _replica(self, description: Description, actor: Any) -> Replica:
-        name, link = description.name, RayLink(actor, self._name)
+        name, link = description.name, RayLink(actor, self._front)
         return Replica(name, description.limits, LinkTransport(link, name))
 
-    async def _describe(self) -> list[tuple[Description, Any]]:
-        """The engines that can be reached."""
-        response = self._engines.broadcast("describe")
+    async def _describe(self, known: Collection[str]) -> list[tuple[Description, Any]]:
+        """The engines beside the known ones that can be reached."""
         try:
-            # `results_async` has no result at all where one replica is frozen.
-            results = await asyncio.to_thread(
-                response.results, timeout_s=DISCOVERY_TIMEOUT_S, return_exceptions=True
-            )
-        except (RayServeException, RayError, TimeoutError) as error:
-            log.debug("no engine can be asked: %s", error)  # such as before the first one is ready
+            actors = await asyncio.to_thread(_actors, self._prefix, known)
+        except Exception as error:  # whatever Ray raises while its head is away
+            log.debug("no engine can be found: %s", error)
             return []
+        if actors:
+            log.debug("%d actors of engines are asked who they are", len(actors))
+        asked = [asyncio.wait_for(_described(actor), DESCRIBE_S) for actor in actors]
+        found = await asyncio.gather(*asked, return_exceptions=True)
         return [
-            (decode_description(each[0]), each[1])
-            for each in results
-            if each is not None and not isinstance(each, BaseException)
+            (each, actor)
+            for each, actor in zip(found, actors, strict=True)
+            if isinstance(each, Description)
         ]
 
-    async def _find(self) -> None:
+    async def _find(self, fleet: Fleet) -> None:
         """Let new engines join, and those that have gone leave."""
-        fleet = self._fleet
-        assert fleet is not None
         while True:
             await asyncio.sleep(DISCOVERY_S)
-            found = await self._describe()
             replicas = fleet.replicas
-            for description, actor in found:
-                if description.name not in replicas and not description.is_draining:
+            for description, actor in await self._describe(replicas.keys()):
+                if not description.is_draining:
                     fleet.join(self._replica(description, actor))
             for name, replica in replicas.items():
                 # Requests may wait for the successor of the last one.
                 has_gone = isinstance(replica, Replica) and replica.has_gone
                 if has_gone and len(fleet.replicas) > 1:
                     await asyncio.to_thread(fleet.leave, name)
+
+
+@serve.ingress()
+class Front:
+    """A deployment of Ray Serve: HTTP, text, keys, and a fleet of the engines of each model."""
+
+    def __init__(self, plain: dict[str, dict[str, Any]], *_: Any) -> None:
+        """`plain`: the settings of each model, by its name. `_`: the engines, which Ray starts
+        because they are named here."""
+        self._models = {name: AllSettings.from_plain(each) for name, each in plain.items()}
+        settings = next(iter(self._models.values()))
+        self._cluster, self._server = settings.cluster, settings.server
+        _check_token(settings)  # `serve run` builds the application before Ray is started
+        for each in self._models.values():
+            if message := why_too_many(each.cluster, _machines(), each.cluster.range[0]):
+                log.warning("replicas: %s", message)  # perhaps a machine has just died
+        self._name = new_front_name()
+        self._log = _logging(settings, front=self._name)
+        self._engines = {
+            name: EnginesOfModel(self._name, name, each) for name, each in self._models.items()
+        }
+        self._answering: asyncio.Task[None] | None = None
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        """Called by Ray: the server, once there is an engine of each model."""
+        served = await asyncio.gather(*[each.serve() for each in self._engines.values()])
+        page = Page() if self._server.ui else None
+        if list(self._engines) == [""]:
+            return self._app(served[0], page)
+        launches = {
+            name: partial(_same, engine) for name, engine in zip(self._engines, served, strict=True)
+        }
+        return await asyncio.to_thread(self._router, launches, page)
+
+    def _router(self, launches: Mapping[str, Callable[[], AsyncLLM]], page: Page | None) -> Any:
+        """The app over several models."""
+        server = self._server
+        models = ModelRouter(
+            launches,
+            partial(create_app, settings=server, is_inner=True),
+            limits=server.limits,
+            unknown_model_statuses=unknown_model_statuses(server),
+            keep_alive_s=server.keep_alive_s,
+            stays="the models of a cluster stay loaded; replicas says how many engines each has",
+        )
+        models.load_all()
+        return models.make_app(layers(server, (models.seen,), page=page), server.status_when_full)
+
+    def _app(self, engine: AsyncLLM, page: Page | None) -> Any:
+        num_fronts, server = self._cluster.fronts, self._server
+        if num_fronts == 1:
+            return create_app(engine, server, page=page)
+        shared = SharedFronts(serve.get_replica_context().app_name, num_fronts)
+        limits = FrontLimits(self._name, num_fronts, shared.sync)
+        peers = RelayedPeers(self._name, shared)
+        fronts = SeveralFronts(self._name, limits, peers)
+        app = create_app(engine, server, page=page, fronts=fronts)
+        self._answering = asyncio.create_task(peers.serve(app.state.views.own))
+        return app
+
+
+def _same(engine: AsyncLLM) -> AsyncLLM:
+    return engine
 
 
 class Autoscaler:
@@ -448,56 +531,71 @@ class Autoscaler:
 def application(arguments: dict[str, Any]) -> Any:
     """The application of Ray Serve. Raises `ConfigError`."""
     check_version(ray.__version__)
-    settings = AllSettings.of(arguments)
+    models = settings_of_models(arguments)
+    settings = next(iter(models.values()))
     os.environ.setdefault(*NO_USAGE_STATISTICS)  # of a Ray that `serve run` starts after this
     warn_without_haproxy(os.environ)
     if ray.is_initialized():
         _check_token(settings)
-        machines, (low, high) = _machines(), settings.cluster.range
-        if message := why_too_many(settings.cluster, machines, low):
+        _check_room([each.cluster for each in models.values()])
+    fronts = serve.deployment(
+        Front,
+        name="Front",
+        num_replicas=settings.cluster.fronts,
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": FRONT_VARIABLES}},
+        max_ongoing_requests=open_requests(settings.server),
+        graceful_shutdown_timeout_s=settings.server.drain_timeout_s + 5,
+    )
+    plain = {name: each.to_plain() for name, each in models.items()}
+    return fronts.bind(plain, *[_engines(name, each) for name, each in models.items()])
+
+
+def _check_room(clusters: Sequence[ClusterSettings]) -> None:
+    """Refuse engines for which the machines have no room."""
+    machines = _machines()
+    for cluster in clusters:
+        low, high = cluster.range
+        if message := why_too_many(cluster, machines, low):
             raise ConfigError("replicas", message)
-        if message := why_too_many(settings.cluster, machines, high):
+        if message := why_too_many(cluster, machines, high):
             log.warning("replicas: %s, until it has more machines", message)
-    cluster, plain = settings.cluster, settings.to_plain()
+    if message := why_too_many_together(clusters, machines):
+        raise ConfigError("models", message)
+
+
+def _engines(name: str, settings: AllSettings) -> Any:
+    """The deployment of the engines of a model, with its arguments."""
+    cluster = settings.cluster
     low, high = cluster.range
-    bundle = resources_of(cluster)
     how: dict[str, Any] = {"num_replicas": low}
+    if cluster.engines_per_machine:
+        how["max_replicas_per_node"] = cluster.engines_per_machine
     if low < high:
         policy = AutoscalingPolicy(
             policy_function=f"{__name__}:{Autoscaler.__name__}",
             policy_kwargs={"target_wait_s": cluster.target_wait_s},
         )
-        how = {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=low,
-                max_replicas=high,
-                upscale_delay_s=cluster.scale_delay_s,
-                downscale_delay_s=cluster.shrink_delay_s,
-                look_back_period_s=_look_back_s(cluster.scale_delay_s),
-                policy=policy,
-            )
-        }
+        del how["num_replicas"]
+        how["autoscaling_config"] = AutoscalingConfig(
+            min_replicas=low,
+            max_replicas=high,
+            upscale_delay_s=cluster.scale_delay_s,
+            downscale_delay_s=cluster.shrink_delay_s,
+            look_back_period_s=_look_back_s(cluster.scale_delay_s),
+            policy=policy,
+        )
     engines = serve.deployment(
         Engine,
-        name="Engine",
-        ray_actor_options={"num_cpus": 0},
-        placement_group_bundles=[bundle],
+        name=f"Engine-{name}" if name else "Engine",
+        ray_actor_options=actor_options(cluster),  # Ray spreads what has no placement group
         max_ongoing_requests=OPEN_REQUESTS,  # items do not pass through it
         graceful_shutdown_timeout_s=cluster.drain_timeout_s + 10,
-        graceful_shutdown_wait_loop_s=ASKED_S,
+        graceful_shutdown_wait_loop_s=ENDED_S,
         health_check_period_s=HEALTH_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         **how,
     )
-    fronts = serve.deployment(
-        Front,
-        name="Front",
-        num_replicas=cluster.fronts,
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": FRONT_VARIABLES}},
-        max_ongoing_requests=open_requests(settings.server),
-        graceful_shutdown_timeout_s=settings.server.drain_timeout_s + 5,
-    )
-    return fronts.bind(plain, engines.bind(plain))
+    return engines.bind(settings.to_plain(), name)
 
 
 def _look_back_s(delay_s: float) -> float:
@@ -527,9 +625,10 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _machines() -> list[dict[str, float]]:
-    """Resources of each machine of the Ray cluster."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+def _machines() -> list[Machine]:
+    """The machines of the Ray cluster."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [Machine(node["Resources"], node.get("Labels") or {}) for node in alive]
 
 
 def _has_token() -> bool:

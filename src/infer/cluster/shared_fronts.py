@@ -13,6 +13,9 @@ from infer.server.tenancy.front_limits import AuthorityError
 from infer.server.tenancy.limit_authority import LimitAuthority
 from infer.server.tenancy.limit_messages import decode_sync, encode
 
+NAMESPACE = "infer"
+"""of the actors that have names"""
+
 
 class FrontsActor:
     """What all fronts share: the limits of keys, and the way to each other; an actor of Ray."""
@@ -53,7 +56,7 @@ class SharedFronts:
     def _find(self) -> Any:
         actor = ray.remote(FrontsActor).options(
             name=self._name,
-            namespace="infer",
+            namespace=NAMESPACE,
             get_if_exists=True,
             num_cpus=0,
             max_concurrency=1000,

@@ -50,8 +50,8 @@ class ReplicaListener(Protocol):
         outputs: list[StepOutput],
         step_events: StepEvents | None,
     ) -> None:
-        """A step has ended, or commands have been applied without one. Times in `step_events` are on
-        the clock of this process."""
+        """A step has ended, or commands have been applied without one. Times in `step_events` are
+        on the clock of this process."""
 
     def lost(self, replica: ReplicaContract, generation: int, loss: Loss) -> bool:
         """A generation has ended. Returns whether a request was to blame and has been given up;

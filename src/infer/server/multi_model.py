@@ -57,14 +57,16 @@ class ModelRouter(RequestViews):
         drain_timeout_s: float = ServerSettings.drain_timeout_s,
         waits: bool = True,
         keep_alive_s: float = ServerSettings.keep_alive_s,
+        stays: str = "",
     ) -> None:
         """`unknown_model_statuses` are the statuses of requests for an unknown model, by path; 404
         where a path is not named. `drain_timeout_s`: seconds that the requests of a model have
         which is unloaded by force. `waits`: whether a request for a model that is not loaded waits
         until it is, or else is refused. `keep_alive_s`: seconds of waiting after which a stream is
-        sent a comment; 0: never."""
+        sent a comment; 0: never. `stays`: why no model may be unloaded; "": each may."""
         self._models = models
         self._waits = waits
+        self._stays = stays
         self._keep_alive_s = keep_alive_s
         self._unknown_model_statuses = unknown_model_statuses or {}
         self._drain_timeout_s = drain_timeout_s
@@ -174,6 +176,8 @@ class ModelRouter(RequestViews):
         early = EarlyStream(send, context.id, is_anthropic=is_anthropic)
         try:
             app = await unless_gone(request.receive, self._loaded(model, early))
+            while app is not model.app or model.is_leaving:  # it was unloaded before we came on
+                app = await unless_gone(request.receive, self._loaded(model, early))
         except InferError as error:
             if not early.has_begun:
                 raise
@@ -259,6 +263,8 @@ class ModelRouter(RequestViews):
 
     async def unload_model(self, http: Request, wire: UnloadBody) -> dict[str, Any]:
         model = self._find(wire.model)
+        if self._stays:
+            raise HttpError(409, self._stays, param="model", code="model_stays")
         await self._models.unload(model, wire.force, self._drain_timeout_s)
         return self._shown(model)
 
@@ -272,11 +278,13 @@ class ModelRouter(RequestViews):
 
     async def ready(self, http: Request) -> dict[str, Any]:
         """Ready as long as any model can answer: one that crashed must not keep requests from the
-        others. /v1/models has the state of each model."""
+        others. So can one whose requests wait until it is loaded: else the first of them, or an
+        unload, would have proxies leave. /v1/models has the state of each model."""
         check_stays(http)
         if not self._models.all():
             await self._models.look()
         statuses = {model.name: model.status for model in self._models.all()}
-        if self._models.is_draining or not {"loaded", "unloaded"} & set(statuses.values()):
+        can_answer = {"loaded", "unloaded"} | ({"loading", "unloading"} if self._waits else set())
+        if self._models.is_draining or not can_answer & set(statuses.values()):
             raise EngineDeadError("no model is ready")
         return {"status": "ready", "models": statuses}

@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from infer.log_fields import LOG_FIELDS
@@ -46,6 +47,11 @@ class JsonLines(logging.Formatter):
     """Formats a record as one JSON object in one line; `LOG_FIELDS` and the record's `fields` are
     members of it."""
 
+    def __init__(self, fields: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`fields`: what each line of this process carries."""
+        super().__init__()
+        self._fields = fields
+
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""
         line: dict[str, Any] = {
@@ -54,6 +60,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **self._fields,
             **LOG_FIELDS.get(),
             **getattr(record, "fields", {}),
         }
@@ -183,10 +190,15 @@ def _takes(fd: int, timeout_s: float) -> bool:
 
 @contextlib.contextmanager
 def log_on_stderr(
-    log_format: str, level: str = "info", *, is_quiet: bool = False
+    log_format: str,
+    level: str = "info",
+    *,
+    is_quiet: bool = False,
+    fields: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[None]:
     """Writes logs to stderr: those of `infer` from `level` on, and warnings of the libraries it
-    stands on. Requests have lines in JSON, and in a terminal unless `is_quiet`.
+    stands on. Requests have lines in JSON, and in a terminal unless `is_quiet`. `fields`: what
+    each line in JSON carries.
 
     Does nothing where the program has set up logging.
     """
@@ -197,7 +209,7 @@ def log_on_stderr(
     handler = LogWriter()
     shows_requests = log_format == "json"
     if shows_requests:
-        handler.setFormatter(JsonLines())
+        handler.setFormatter(JsonLines(fields))
     elif is_terminal(sys.stderr):
         handler.setFormatter(TerminalLines())
         handler.addFilter(is_for_people)
