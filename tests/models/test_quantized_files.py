@@ -174,8 +174,8 @@ def numbers_with_zeros(weight: BlockWeight) -> Tensor:
 @native
 @pytest.mark.parametrize("name", [name for name, kind in FORMATS.items() if kind.held])
 def test_a_weight_takes_the_room_of_its_file(name: str) -> None:
-    """2 and 3 bits take those of 4, for which there are kernels; a scale for each output is repeated
-    for 128 inputs."""
+    """2 and 3 bits take those of 4, for which there are kernels. A scale for each output is
+    repeated for 128 inputs."""
     kind = FORMATS[name]
     tensors, _ = kind.write(torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)))
     in_file = sum(tensor.nbytes for each, tensor in tensors.items() if each != "g_idx")

@@ -124,7 +124,11 @@ class DenseCells(SetCells):
                     place = (mask.int().cumsum(1) - 1).float()
                     products = (slopes.bfloat16() * place.bfloat16()).float()
                     scores = scores + products * config.alibi.rounded
-            weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+            scores = scores.masked_fill(~mask, -torch.inf)
+            if turn is not None and turn.sinks is not None:
+                column = turn.sinks[:, None, None].expand(-1, len(q), 1)
+                scores = torch.cat([scores, column], dim=-1)
+            weights = scores.softmax(dim=-1)[..., : len(keys)]
             return torch.einsum("hqk,khd->qhd", weights, values)
 
         hidden = self.model.forward(torch.tensor(tokens), torch.tensor(pos), attend)

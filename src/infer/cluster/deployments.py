@@ -60,6 +60,7 @@ from infer.replicas.routing import make_router
 from infer.replicas.standby import Standby
 from infer.server.app import create_app, layers
 from infer.server.fronts import SeveralFronts
+from infer.server.loaded_models import LoadedModels
 from infer.server.multi_model import ModelRouter
 from infer.server.observe.logs import log_on_stderr
 from infer.server.route_table import unknown_model_statuses
@@ -473,10 +474,9 @@ class Front:
     def _router(self, launches: Mapping[str, Callable[[], AsyncLLM]], page: Page | None) -> Any:
         """The app over several models."""
         server = self._server
+        make_app = partial(create_app, settings=server, is_inner=True)
         models = ModelRouter(
-            launches,
-            partial(create_app, settings=server, is_inner=True),
-            limits=server.limits,
+            LoadedModels(launches, make_app, limits=server.limits),
             unknown_model_statuses=unknown_model_statuses(server),
             keep_alive_s=server.keep_alive_s,
             stays="the models of a cluster stay loaded; replicas says how many engines each has",
