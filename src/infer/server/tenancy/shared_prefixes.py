@@ -64,8 +64,8 @@ class PublicPrefixes:
                     shared = (_num_shared(prompt, each) for each in self._beginnings)
                     num_public = max(shared, default=0)
             scope = key.cache_scope + request.cache_scope
-            whose = {"tenant": key.id, "cache_scope": scope, "conversation": name}
-            found.append(replace(request, **whose, num_public=num_public))
+            request = replace(request, tenant=key.id, cache_scope=scope, conversation=name)
+            found.append(replace(request, num_public=num_public))
         return found
 
 
