@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import urllib.request
@@ -43,7 +44,14 @@ from tests.support.published_templates import templates
 WINDOW = 600_000
 """in bytes, which are the tests' tokens: about 150,000 tokens of a real vocabulary"""
 TEMPLATE = "llama.cpp/Qwen-Qwen3-0.6B"
-RESULT = "<tool_response>"
+RESULT = re.compile(r"<tool_response>|\[Tool result\]: ")
+"""The second is how OpenCode shows one to be summed up."""
+DONE = "Results so far: "
+"""begins the script's summary of a history"""
+LONG = "seq -f %0100g "
+"""prints that many lines of 100 bytes"""
+UNTOLD = 1_000_000
+"""tokens that agents assume where nobody says how long a context is"""
 ANSWER = "The secret was 42, and now it is 43."
 QUESTION = "Read note.txt, add one to the secret, and say what it was."
 NOTE = "The secret is 42.\n"
@@ -63,7 +71,19 @@ class Agent:
     arguments: list[str]
     """beside those of `infer connect`: do the task, and ask nobody"""
     steps: Steps
+    sums_up: str
+    """words of the message with which it asks for a summary of the history"""
+    told: int
+    """window, in bytes, of which 27 KB behind the first prompt are too much when it knows it"""
+    untold: int
+    """window that a few results of 9 KB fill; 0: it does not go on when it is refused one"""
     environment: dict[str, str] = field(default_factory=dict)
+
+    def long_steps(self, num_long: int, num_lines: int) -> Steps:
+        """Those of the task, behind results of so many lines of 100 bytes."""
+        [(run, arguments)] = self.steps[0]
+        command = {name: f"{value}; {LONG}{num_lines}" for name, value in arguments.items()}
+        return [*[[(run, command)]] * num_long, *self.steps[1:]]
 
 
 def _steps(
@@ -95,6 +115,9 @@ AGENTS = (
             [("exec_command", {"cmd": "cat missing.txt"})],
             [("exec_command", {"cmd": "sed -i s/42/43/ note.txt"})],
         ),
+        "CONTEXT CHECKPOINT COMPACTION",
+        60_000,
+        0,
     ),
     Agent(
         "Claude Code",
@@ -107,6 +130,9 @@ AGENTS = (
             ("Edit", {"file_path": FILE, "old_string": OLD, "new_string": NEW}),
             "{work}/",
         ),
+        "create a detailed summary",
+        105_000,
+        75_000,
         {"IS_SANDBOX": "1"},
     ),
     Agent(
@@ -120,6 +146,9 @@ AGENTS = (
             ("edit", {"file_path": FILE, "old_string": OLD, "new_string": NEW}),
             "{work}/",
         ),
+        "produce the <state_snapshot>",
+        100_000,
+        100_000,
     ),
     Agent(
         "OpenCode",
@@ -132,25 +161,39 @@ AGENTS = (
             ("edit", {"filePath": FILE, "oldString": OLD, "newString": NEW}),
             "{work}/",
         ),
+        "Create a new anchored summary",
+        64_000,
+        0,
     ),
 )
 
 
 class AgentRunner(TalkingRunner):
-    """Says the calls of the step that is next, and the answer after the last one."""
+    """Says the calls of the step that is next, and the answer after the last one. A prompt that
+    ends with `sums_up` it answers with the number of results, from which it then goes on."""
 
-    def __init__(self, tokenizer: Tokenizer, way: ToolFormat, steps: Steps) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, way: ToolFormat, steps: Steps, sums_up: str | None = None
+    ) -> None:
         super().__init__(tokenizer, way)
         self._steps = steps
+        self._sums_up = sums_up
         self.prompts: list[str] = []
         """all prompts, in order"""
         self.num_results = 0
         """in the last one"""
+        self.summed_up: list[int] = []
+        """the numbers of results in its summaries"""
 
     def answer(self, prompt: str) -> str:
         self.prompts.append(prompt)
-        self.num_results = prompt.count(RESULT)
-        num_results, num_before = prompt.count(RESULT), 0
+        _, done, since = prompt.rpartition(DONE)
+        earlier = int(since.partition(".")[0]) if done else 0
+        num_results = self.num_results = earlier + len(RESULT.findall(since))
+        if self._sums_up and self._sums_up in prompt[prompt.rindex("<|im_start|>user") :]:
+            self.summed_up.append(num_results)
+            return f"<summary>{DONE}{num_results}. {QUESTION}</summary>"
+        num_before = 0
         for step in self._steps:
             if num_results <= num_before and QUESTION in prompt:
                 return self._way.write([ToolCall(name, json.dumps(call)) for name, call in step])
@@ -199,15 +242,17 @@ def mortal_server(folder: Path, steps: Steps) -> Iterator[tuple[str, list[str]]]
 
 
 @contextmanager
-def scripted_server(folder: Path, steps: Steps) -> Iterator[tuple[str, AgentRunner]]:
+def scripted_server(
+    folder: Path, steps: Steps, window: int = WINDOW, sums_up: str | None = None
+) -> Iterator[tuple[str, AgentRunner]]:
     """A server of the script; yields its address and the runner."""
     runners: list[AgentRunner] = []
 
     def make_runner(tokenizer: Tokenizer, way: ToolFormat) -> AgentRunner:
-        runners.append(AgentRunner(tokenizer, way, steps))
+        runners.append(AgentRunner(tokenizer, way, steps, sums_up))
         return runners[0]
 
-    engine = talking(folder, templates()[TEMPLATE], make_runner, WINDOW)
+    engine = talking(folder, templates()[TEMPLATE], make_runner, window)
     with listening(engine, ServerSettings()) as url:
         yield url, runners[0]
 
@@ -229,14 +274,18 @@ def installed(agent: Agent) -> Path:
     return folder / "node_modules" / ".bin"
 
 
-def run(agent: Agent, url: str, folder: Path) -> str:
-    """Start the agent in an empty home and a folder with a note; what it has printed."""
+def run(agent: Agent, url: str, folder: Path, told: int | None = None) -> str:
+    """Start the agent in an empty home and a folder with a note; what it has printed.
+
+    `told` is how long it believes the context to be (`None` = what the server says).
+    """
     home, work = folder / "home", folder / "work"
     home.mkdir(parents=True)
     work.mkdir()
     (work / "note.txt").write_text(NOTE, encoding="utf-8")
     subprocess.run(["git", "init", "-q", str(work)], check=True)
-    how = CONNECTED[agent.key](find_target(url, None, None))
+    target = find_target(url, None, None)
+    how = CONNECTED[agent.key](target if told is None else target._replace(window=told))
     program, *options = how.command
     system = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb"}
     environment = {**system, **how.environment, **agent.environment}

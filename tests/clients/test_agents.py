@@ -12,7 +12,9 @@ from tests.clients.agents import (
     AGENTS,
     ANSWER,
     QUESTION,
+    UNTOLD,
     Agent,
+    Steps,
     finished,
     mortal_server,
     run,
@@ -60,3 +62,32 @@ def test_a_task(agent: Agent, tmp_path: Path) -> None:
         if request["prompt_tokens"] > 10_000
     ]
     assert min(shares[1 : len(steps) + 1]) > 0.98, shares
+
+
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
+def test_a_compaction(agent: Agent, tmp_path: Path) -> None:
+    """It knows how long the context is, shortens its history before that is full, and goes on."""
+    compact(agent, tmp_path, agent.long_steps(1, 270), agent.told, None)
+
+
+@pytest.mark.parametrize(
+    "agent", [each for each in AGENTS if each.untold], ids=lambda agent: agent.name
+)
+def test_a_prompt_that_is_too_long(agent: Agent, tmp_path: Path) -> None:
+    """It takes the context to be longer, and shortens its history when the server refuses it.
+    Codex ends its turn; OpenCode shortens it, and does not always go on."""
+    compact(agent, tmp_path, agent.long_steps(4, 90), agent.untold, UNTOLD)
+
+
+def compact(agent: Agent, folder: Path, steps: Steps, window: int, told: int | None) -> None:
+    """A task whose first results fill the window."""
+    (folder / "model").mkdir()
+    steps = placed(steps, folder / "task" / "work")
+    server = scripted_server(folder / "model", steps, window, agent.sums_up)
+    with server as (url, runner):
+        said = run(agent, url, folder / "task", told)
+        requests = finished(url)
+    assert ANSWER in said
+    assert (folder / "task/work/note.txt").read_text(encoding="utf-8") == "The secret is 43.\n"
+    assert runner.summed_up
+    assert all(request["outcome"] == "stop" for request in requests), requests

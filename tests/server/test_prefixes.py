@@ -13,9 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from infer.errors import ConfigError
+from infer.schedule.sequence import Plan
+from infer.server.generation import CONVERSATIONS
 from infer.types import Request, SamplingParams
-from tests.support.doubles import make_hash_llm, small_tokenizer, solo
-from tests.support.serving import CHAT, COMPLETIONS, App, completion_body, serving, with_app
+from tests.support.doubles import HashRunner, make_hash_llm, small_tokenizer, solo
+from tests.support.serving import (
+    CHAT,
+    COMPLETIONS,
+    App,
+    chat_body,
+    completion_body,
+    serving,
+    with_app,
+)
 from tests.support.tenants import cached, make
 
 PAGE = 4  # tokens per page of the hash model
@@ -106,3 +116,45 @@ def test_a_folder_without_texts(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="cannot be read"):
         App(make_hash_llm(), public_prefixes=str(tmp_path))
+
+
+def test_what_a_client_calls_its_conversation_reaches_the_engine_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    """By a field or a header, within the key; whatever else it is, it is refused as before."""
+    named = dict[str, str]()
+
+    class Noting(HashRunner):
+        def execute(self, plan: Plan) -> Any:
+            requests = [chunk.sequence.request for chunk in plan]
+            named.update((each.request_id, each.conversation) for each in requests)
+            return super().execute(plan)
+
+    file = tmp_path / "keys.json"
+    keys = [make(file, name) for name in ("one", "other")]
+
+    async def main() -> None:
+        engine = make_hash_llm(runner=Noting)
+        async with serving(engine, api_keys=str(file)) as app:
+
+            async def conversation(headers: dict[str, str], **fields: Any) -> tuple[str, str]:
+                reply = await app.post(CHAT, chat_body(seed=1, **fields), headers=headers)
+                assert reply.status == 200, reply.body
+                message = reply.json()["choices"][0]["message"]
+                return named.popitem()[1], message["content"]
+
+            none, text = await conversation(keys[0])
+            assert none == ""
+            asked = [(keys[0], {"prompt_cache_key": "mine"})]
+            asked += [({**keys[0], header: "mine"}, {}) for header in CONVERSATIONS]
+            found = [await conversation(headers, **fields) for headers, fields in asked]
+            assert {said for _, said in found} == {text}
+            assert len({name for name, _ in found}) == 1
+            names = {found[0][0], "", (await conversation(keys[1], prompt_cache_key="mine"))[0]}
+            names.add((await conversation(keys[0], prompt_cache_key="m" * 100_000))[0])
+            assert len(names) == 4
+            assert max(map(len, names)) == 16
+            refused = await app.post(CHAT, chat_body(prompt_cache_key=5), headers=keys[0])
+            assert refused.status == 400
+
+    asyncio.run(main())

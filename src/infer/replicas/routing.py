@@ -11,7 +11,10 @@ Three things stand beside the formula:
 - A token computed in a full cache pushes out one that was computed before, so it counts twice.
 - Times within `TOLERANCE` of the shortest are equal, because they are measured. Of equal replicas
   those are taken that compute the fewest tokens for it, within `TOLERANCE` again; of these the one
-  with the fewest requests, then the one with the most empty pages.
+  with the fewest requests, then the one that a hash prefers for the request's conversation, then
+  the one with the most empty pages. The hash keeps a conversation together where no pages are known
+  yet, at all fronts alike and without a memory. (Thaler and Ravishankar 1998, "Using Name-Based
+  Mappings to Increase Hit Rates".)
 - No replica gets much more than `MAX_SHARE` times its share of the unfinished requests. A first
   token says nothing about the tokens after it, which are slower in a large batch. So a prefix that
   everybody uses is soon cached by several. (Mirrokni et al. 2018, "Consistent Hashing with Bounded
@@ -25,6 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Literal, assert_never
 
 from infer.replicas.router import LeastRouter, ReplicaLoad, Router, num_tokens_of
@@ -225,6 +229,11 @@ def _pages(request: Request, size: int) -> list[bytes]:
     return chain(tokens, size, request.cache_scope, request.num_public, MAX_CHAIN)
 
 
+def _rank(conversation: str, replica: str) -> bytes:
+    """The place of a replica among those for a conversation; the lowest is preferred."""
+    return blake2b(f"{conversation}/{replica}".encode(), digest_size=8).digest()
+
+
 class PrefixRouter(Router):
     """See the module's docstring."""
 
@@ -244,7 +253,7 @@ class PrefixRouter(Router):
             size = _page_size(load)
             own.append(num_tokens - each.num_cached(sizes[size]) * size)
         times_s = self._expected_s(replicas, known, own)
-        chosen = self._best(replicas, known, times_s, own)
+        chosen = self._best(replicas, known, times_s, own, request.conversation)
         self._num_chosen += 1
         known[chosen].last_choice = self._num_chosen
         sent = _Sent(own[chosen], sizes[_page_size(replicas[chosen])])
@@ -325,6 +334,7 @@ class PrefixRouter(Router):
         known: Sequence[KnownReplica],
         times_s: Sequence[float],
         own: Sequence[int],
+        conversation: str,
     ) -> int:
         """Index of the replica with the shortest time, of those that have not too much to do.
         `own`: see `_expected_s`."""
@@ -343,10 +353,11 @@ class PrefixRouter(Router):
             limit = TOLERANCE * min(costs[index] for index in indices)
             indices = [index for index in indices if costs[index] <= limit]
 
-        def order(index: int) -> tuple[float, float, int]:
+        def order(index: int) -> tuple[float, bytes, float, int]:
             load, each = replicas[index], known[index]
             busy = unfinished[index] / load.limits.num_seats
-            return busy, -each.num_empty(load.num_running), each.last_choice
+            rank = _rank(conversation, load.name) if conversation else b""
+            return busy, rank, -each.num_empty(load.num_running), each.last_choice
 
         return min(indices, key=order)
 

@@ -9,7 +9,7 @@ nothing else can happen on the event loop while a choice is counted in neither p
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,10 @@ from infer.server.tenancy.shared_prefixes import PublicPrefixes
 from infer.text.untrusted.workers import Steps
 from infer.types import Request
 
+CONVERSATIONS = ("session-id", "x-session-id", "x-claude-code-session-id")
+"""headers in which coding agents name a conversation; OpenAI's APIs have `prompt_cache_key`"""
+MAX_CONVERSATION = 256
+"""characters of such a name that count"""
 REFUSES = (429, 499, 504)
 """statuses of errors that every endpoint that generates has"""
 
@@ -93,6 +97,12 @@ class Places(NamedTuple):
     """places of the engine"""
 
 
+def conversation_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
+    """What a client calls the conversation, if it does: a hint, so nothing of it is refused."""
+    names = (body.get("prompt_cache_key"), *(headers.get(name) for name in CONVERSATIONS))
+    return next((n[:MAX_CONVERSATION] for n in names if isinstance(n, str) and n), "")
+
+
 class GenerationCall(Generic[B]):
     """See the module's docstring."""
 
@@ -108,6 +118,8 @@ class GenerationCall(Generic[B]):
         self._answer_id = f"{api.id_prefix}{self._context.id}"
         self._turn: SessionTurn | ResponseTurn | None = None
         """what is kept of it, once the body is read"""
+        self._conversation = ""
+        """what the client calls the conversation"""
         self._is_kept = False
         """whether the answer outlives its connection"""
 
@@ -126,6 +138,7 @@ class GenerationCall(Generic[B]):
     async def _read(self) -> dict[str, Any]:
         """The body, with the conversation that it continues."""
         body = await self._pipeline.bodies.read_object(self._http)
+        self._conversation = conversation_of(body, self._http.headers)
         if self._api.keeps == "sessions":
             self._turn = await self._pipeline.sessions.begin(self._http, body)
         elif self._api.keeps == "responses":
@@ -169,7 +182,7 @@ class GenerationCall(Generic[B]):
     def _prepare(self, wire: B) -> Steps[Prepared]:
         engine, api, tenant = self._pipeline.engine, self._api, self._tenant
         requests = yield from api.make_requests(engine, wire, self._answer_id)
-        requests = self._pipeline.prefixes.owned(requests, tenant.key)
+        requests = self._pipeline.prefixes.owned(requests, tenant.key, self._conversation)
         clamps = wire.clamps_limit or wire.is_open_ended
         requests = tenant.fitted(requests, clamps=clamps)
         on_message = self._turn.add if self._turn else None

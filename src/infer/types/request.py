@@ -33,6 +33,8 @@ class Request:
     """except those of so many tokens at the beginning, which are the operator's own words"""
     tenant: str = ""
     """whose share of the engine it is computed from"""
+    conversation: str = ""
+    """what a client calls its conversation, as a hash within the tenant: a hint for routers"""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """`bad_words`: of each the last token is not sampled where the others have just been"""
     shown_token_ids: tuple[int, ...] = ()

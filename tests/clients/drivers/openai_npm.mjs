@@ -6,6 +6,7 @@ import {
   CITIES, KEY, LOOP_ANSWER, LOOPS, MODEL, QUESTION, STORY, TOOL_MODEL, URL_, WEATHER,
   check, loopModels, report, untilCancelled, weatherIsValid,
 } from "./checks.mjs";
+import { responseLoops, responses } from "./openai_responses.mjs";
 
 const client = new OpenAI({ baseURL: URL_, apiKey: KEY });
 const greedy = { model: MODEL, messages: QUESTION, max_tokens: 16, temperature: 0 };
@@ -171,5 +172,8 @@ await check("cancel", async () => {
   stream.controller.abort();
   await untilCancelled();
 });
+
+await responses();
+await responseLoops();
 
 report("openai");

@@ -355,6 +355,36 @@ def test_a_fleet_tells_its_router_which_pages_its_replicas_have() -> None:
     fleet.stop()
 
 
+def conversations_have_a_place(router: PrefixRouter) -> bool:
+    """Whether a router that knows no pages takes a conversation where another router would, whose
+    engines have other histories, and spreads several."""
+
+    def places(router: PrefixRouter, num_before: int) -> list[str]:
+        world, found = engines(router), []
+        for number in range(24 + num_before):
+            name = f"c{number - num_before}" if number >= num_before else ""
+            fresh = [1000 + number] * 40
+            engine = world.add(ask(f"r{number}", fresh, conversation=name))
+            found += [engine.load.name] * bool(name)
+            world.run()
+        return found
+
+    found = places(router, 0)
+    return len(set(found)) == 3 and found == places(PrefixRouter(), 2)
+
+
+def test_pages_and_load_come_before_a_conversation() -> None:
+    """Where it would go without pages is no reason not to go where they are, or to wait."""
+    for number in range(12):
+        world, prompt = engines(PrefixRouter()), list(range(100))
+        first = world.add(ask("first", prompt))
+        world.run()
+        name = f"c{number}"
+        assert world.add(ask("second", prompt, conversation=name)) is first
+        used = {world.add(ask(f"{i}", [i + 1] * 40, conversation=name)).load.name for i in (1, 2)}
+        assert len(used | {first.load.name}) == 3
+
+
 # Routers that are broken on purpose.
 
 
@@ -409,6 +439,10 @@ def _without_a_share(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixRouter.__init__, "__kwdefaults__", {"max_share": 100.0})
 
 
+def _without_conversations(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(routing, "_rank", lambda conversation, replica: b"")
+
+
 def _without_promises(patch: pytest.MonkeyPatch) -> None:
     send = KnownReplica.send
 
@@ -429,6 +463,7 @@ def _without_promises(patch: pytest.MonkeyPatch) -> None:
         (_without_pages, lambda router: conversations_stay(router) >= 0.90),
         (_without_load, long_prompts_are_avoided),
         (_without_a_share, lambda router: largest_share(router) <= 1.5),
+        (_without_conversations, conversations_have_a_place),
         (_without_promises, choices_share_a_prompt),
     ],
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 
 from infer.engine.client.async_llm import AsyncLLM
@@ -45,12 +46,14 @@ class PublicPrefixes:
                 one, other = (run_steps(engine.render_chat(chat)) for chat in chats)
                 self._beginnings.append(one[: _num_shared(one, other)])
 
-    def owned(self, requests: Sequence[Request], key: Key) -> list[Request]:
+    def owned(self, requests: Sequence[Request], key: Key, conversation: str = "") -> list[Request]:
         """The requests with the key's tenant, cache scope and number of public tokens.
+        `conversation`: what the key's client calls theirs, if it does.
 
         Choices of one prompt must be adjacent and share the tuple of its tokens.
         """
         found: list[Request] = []
+        name = _hashed(key, conversation)
         prompt: tuple[int, ...] = ()
         num_public = 0
         for request in requests:
@@ -61,8 +64,17 @@ class PublicPrefixes:
                     shared = (_num_shared(prompt, each) for each in self._beginnings)
                     num_public = max(shared, default=0)
             scope = key.cache_scope + request.cache_scope
-            found.append(replace(request, tenant=key.id, cache_scope=scope, num_public=num_public))
+            request = replace(request, tenant=key.id, cache_scope=scope, conversation=name)
+            found.append(replace(request, num_public=num_public))
         return found
+
+
+def _hashed(key: Key, conversation: str) -> str:
+    """The name of a conversation of a key, short and like none of another key; "" for none."""
+    if not conversation:
+        return ""
+    whole = f"{key.id}/{conversation}".encode("utf-8", "surrogatepass")
+    return blake2b(whole, digest_size=8).hexdigest()
 
 
 def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
