@@ -257,7 +257,7 @@ def many_cores() -> str:
         cpu, num = document["machine"]["cpu"], len(document["rounds"])
         about = f"{document['model']}, {document['dtype']}, {cpu}; rounds: {num}; tok/s"
         sections.append(f"{about}\n\n{cores.table(document)}")
-    return "\n".join(sections)
+    return "\n".join(sections) or "Not recorded yet.\n"
 
 
 def main() -> None:

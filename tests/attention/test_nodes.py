@@ -80,13 +80,13 @@ def test_the_same_bits_with_16_and_64_threads(
     loader.loaded().infer_govern_threads(0)
     dtype, size = F32 if held == F32 else BF16, 64
     world = make_world([1, 3, 70, 1300], 14, 7, size, dtype)
-    caches = {"held": held} if held == torch.int8 else {}
-    expected = run(world, whole(world), **caches)
+    in_bytes = held if held == torch.int8 else None
+    expected = run(world, whole(world), held=in_bytes)
     live_on([thread * nodes // THREADS for thread in range(THREADS)])
     make = partial(NativeBackend, by_node=True)
     for threads in (3, 16, 64):
         for steps in (whole(world), ragged(world, threads)):
-            compute = partial(run, world, steps, make, threads=threads, **caches)
+            compute = partial(run, world, steps, make, threads=threads, held=in_bytes)
             found = in_thread(compute)
             assert all(same_bits(*pair) for pair in zip(found, expected, strict=True)), threads
 

@@ -88,6 +88,7 @@ def test_each_thread_says_its_node(
     found = make(tmp_path)
     placement = place(found, found.num_threads())
     nodes = placement.nodes_of_threads()
+    assert nodes is not None
     assert nodes == [node for node in placement.nodes for _ in range(of_node)]
     beside = place(found, found.num_threads(), taken=placement.cpus)
     assert set(beside.nodes_of_threads() or ()) == {node + len(placement.nodes) for node in nodes}

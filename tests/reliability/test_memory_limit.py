@@ -40,6 +40,7 @@ SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
     "required": ["name", "age"],
+    "additionalProperties": False,
 }
 
 
