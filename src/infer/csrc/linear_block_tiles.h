@@ -12,6 +12,7 @@ namespace linear {
 namespace {
 
 constexpr int TILE_ROWS = 16, FEWEST_TILE_ROWS = 9;  // rows of a product; fewer are faster on vectors
+constexpr long FEWEST_ROWS = 24;                     // of a call, likewise
 
 constexpr int rows_on_tiles(long left) {
   return (int)(left > TILE_ROWS && left < TILE_ROWS + FEWEST_TILE_ROWS ? TILE_ROWS : left);
@@ -21,7 +22,7 @@ constexpr bool suits_tiles(const BlockFormat& format) { return format.group == 3
 
 class BlockTileState {  // the shape of the tiles: 0 … 3 sums, 4 rows, 5 codes
  public:
-  explicit BlockTileState(const Call& c) : in_use_(c.M > TILE_ROWS) {
+  explicit BlockTileState(const Call& c) : in_use_(c.M >= FEWEST_ROWS) {
     if (!in_use_) return;
     save_tiles(&before_);
     TileConfig config;

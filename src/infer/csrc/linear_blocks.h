@@ -432,7 +432,7 @@ namespace {
 // The most rows that are multiplied together, of those of a group that are left from `row` on.
 int block_rows(const Call& c, const BlockFormat& format, long row, long left) {
 #ifdef HAS_BLOCK_TILES
-  if (c.M > TILE_ROWS && suits_tiles(format) && left >= FEWEST_TILE_ROWS) return rows_on_tiles(left);
+  if (c.M >= FEWEST_ROWS && suits_tiles(format) && left >= FEWEST_TILE_ROWS) return rows_on_tiles(left);
 #endif
   (void)c, (void)format;
   left = std::min(left, 16 - row % 16);
