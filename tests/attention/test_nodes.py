@@ -71,7 +71,7 @@ def test_heads_are_divided_like_threads() -> None:
 
 
 @pytest.mark.parametrize("isa", isas.each(loader.instruction_sets()))
-@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize("held", [F32, BF16, torch.int8], ids=str)
 def test_the_same_bits_with_16_and_64_threads(
     isa: str, nodes: int, held: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -79,7 +79,7 @@ def test_the_same_bits_with_16_and_64_threads(
     monkeypatch.setenv(loader.ISA_VARIABLE, isa)
     loader.loaded().infer_govern_threads(0)
     dtype, size = F32 if held == F32 else BF16, 64
-    world = make_world([1, 3, 70, 1300], 14, 7, size, dtype)
+    world = make_world([1, 3, 70, 700], 14, 7, size, dtype)
     in_bytes = held if held == torch.int8 else None
     expected = run(world, whole(world), held=in_bytes)
     live_on([thread * nodes // THREADS for thread in range(THREADS)])

@@ -152,7 +152,7 @@ def test_the_server_takes_the_address_and_its_connections_over(
             with taken_over(early, ServerSettings(**how)):
                 until(lambda: 200 in statuses)
                 begun.sendall(READY[20:])
-                assert read_answer(begun)[0] == 503
+                assert read_answer(begun)[0] in {200, 503}  # by whom it was accepted
                 if transport != "tls":
                     for _ in range(2):  # the connection is kept
                         silent.sendall(READY)

@@ -503,7 +503,7 @@ UNLIMITED = (
                 "EnginesOfModel._find:to_thread",
                 "EnginesOfModel.serve.tokenizer:to_thread",
                 "Front.__serve_build_asgi_app__:to_thread",
-                "Front._router.models:ModelRouter",
+                "Front._router.models:LoadedModels",
                 "RayLink._lock:Lock",
             ),
             *_at(

@@ -67,7 +67,7 @@ class RunnerFactory:
         self.obstacle = cuda.obstacle(device)
         if config.attention_backend == "sdpa":
             self.obstacle = "attention_backend='sdpa'"
-        if model.config.form.sinks and self.obstacle is None:
+        if self.obstacle is None and model.config.form.sinks:
             self.obstacle = "they do not know attention sinks"
         if config.attention_backend == "triton" and self.obstacle:
             raise ConfigError("attention_backend", f"'triton' is not possible: {self.obstacle}")
