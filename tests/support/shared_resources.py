@@ -504,6 +504,7 @@ UNLIMITED = (
                 "EnginesOfModel.serve.tokenizer:to_thread",
                 "Front.__serve_build_asgi_app__:to_thread",
                 "Front._router.models:LoadedModels",
+                "Front._router.models:ModelRouter",
                 "RayLink._lock:Lock",
             ),
             *_at(
