@@ -147,12 +147,13 @@ def test_the_server_takes_the_address_and_its_connections_over(
         asking.start()
         with connect(url) as begun, reach(url) as silent:
             begun.sendall(READY[:20])
-            until(lambda: len(statuses) > 3)  # so both have been accepted
+            before = len(statuses)
+            until(lambda: len(statuses) > before + 3)  # so both have been accepted
             assert not {200} & set(statuses)
             with taken_over(early, ServerSettings(**how)):
                 until(lambda: 200 in statuses)
                 begun.sendall(READY[20:])
-                assert read_answer(begun)[0] in {200, 503}  # by whom it was accepted
+                assert read_answer(begun)[0] == 503
                 if transport != "tls":
                     for _ in range(2):  # the connection is kept
                         silent.sendall(READY)

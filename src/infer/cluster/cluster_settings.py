@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -335,10 +335,10 @@ def why_too_many(cluster: ClusterSettings, machines: Sequence[Machine], count: i
 def why_too_many_together(clusters: Sequence[ClusterSettings], machines: Sequence[Machine]) -> str:
     """Why these machines cannot have the fewest engines of several models; "" where none of their
     resources is too little for all together."""
-    wanted: Counter[str] = Counter()
+    wanted: defaultdict[str, float] = defaultdict(float)
     for cluster in clusters:
         for name, count in resources_of(cluster).items():
-            wanted[name] += count * cluster.range[0]  # type: ignore[assignment]
+            wanted[name] += count * cluster.range[0]
     for name, count in wanted.items():
         found = sum(machine.resources.get(name, 0) for machine in machines)
         if count > found:

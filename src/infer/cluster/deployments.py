@@ -446,17 +446,17 @@ class Front:
     def __init__(self, plain: dict[str, dict[str, Any]], *_: Any) -> None:
         """`plain`: the settings of each model, by its name. `_`: the engines, which Ray starts
         because they are named here."""
-        self._models = {name: AllSettings.from_plain(each) for name, each in plain.items()}
-        settings = next(iter(self._models.values()))
+        models = {name: AllSettings.from_plain(each) for name, each in plain.items()}
+        settings = next(iter(models.values()))
         self._cluster, self._server = settings.cluster, settings.server
         _check_token(settings)  # `serve run` builds the application before Ray is started
-        for each in self._models.values():
+        for each in models.values():
             if message := why_too_many(each.cluster, _machines(), each.cluster.range[0]):
                 log.warning("replicas: %s", message)  # perhaps a machine has just died
         self._name = new_front_name()
         self._log = _logging(settings, front=self._name)
         self._engines = {
-            name: EnginesOfModel(self._name, name, each) for name, each in self._models.items()
+            name: EnginesOfModel(self._name, name, each) for name, each in models.items()
         }
         self._answering: asyncio.Task[None] | None = None
 
@@ -568,15 +568,12 @@ def _engines(name: str, settings: AllSettings) -> Any:
     cluster = settings.cluster
     low, high = cluster.range
     how: dict[str, Any] = {"num_replicas": low}
-    if cluster.engines_per_machine:
-        how["max_replicas_per_node"] = cluster.engines_per_machine
     if low < high:
         policy = AutoscalingPolicy(
             policy_function=f"{__name__}:{Autoscaler.__name__}",
             policy_kwargs={"target_wait_s": cluster.target_wait_s},
         )
-        del how["num_replicas"]
-        how["autoscaling_config"] = AutoscalingConfig(
+        scaling = AutoscalingConfig(
             min_replicas=low,
             max_replicas=high,
             upscale_delay_s=cluster.scale_delay_s,
@@ -584,6 +581,9 @@ def _engines(name: str, settings: AllSettings) -> Any:
             look_back_period_s=_look_back_s(cluster.scale_delay_s),
             policy=policy,
         )
+        how = {"autoscaling_config": scaling}
+    if cluster.engines_per_machine:
+        how["max_replicas_per_node"] = cluster.engines_per_machine
     engines = serve.deployment(
         Engine,
         name=f"Engine-{name}" if name else "Engine",

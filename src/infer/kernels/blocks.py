@@ -29,7 +29,8 @@ NUMBERS = {
 ZEROED = {"U4_32": 256, "U4_64": 257, "U4_128": 258, "U8_128": 259}
 """Number of each type of blocks that no GGUF file has: whole numbers of 4 or 8 bits, of which
 each 32, 64 or 128 inputs share a scale and the number that means zero."""
-_CODES = {**NUMBERS, **ZEROED}
+CODES = {**NUMBERS, **ZEROED}
+"""Number in the library of each type of blocks."""
 _FITTED = {"Q4_K": (256, 144), "Q4_1": (32, 20)}
 """Number of inputs and of bytes of a block, of the types that `fitted` makes."""
 _FLOATS = 0
@@ -55,7 +56,7 @@ class BlockWeight:
     """A weight [out, in] in blocks of one type, which begin anew with each row."""
 
     kind: str
-    """Name of the type: one of `NUMBERS`, or U4_32, U4_64, U4_128 or U8_128."""
+    """Name of the type, one of `CODES`."""
     shape: tuple[int, int]
     """Number of outputs and inputs."""
     rows: np.ndarray | None
@@ -133,12 +134,12 @@ def panel_kinds(weights: Sequence[BlockWeight], *, gated: bool) -> list[str] | N
 def packed_bytes(kinds: Sequence[str], width: int) -> int:
     """The size in bytes of panels of these types with `width` inputs."""
     library = loader.loaded()
-    sizes = {kind: library.infer_blocks_panel_bytes(_CODES[kind], width) for kind in set(kinds)}
+    sizes = {kind: library.infer_blocks_panel_bytes(CODES[kind], width) for kind in set(kinds)}
     return sum(sizes[kind] for kind in kinds)
 
 
 def convert(blocks: np.ndarray, kind: str | None, found: np.ndarray) -> None:
-    """Write blocks [n, bytes] of any of the types as blocks of Q8_0 to `found` [n, bytes].
+    """Write blocks [n, bytes] of a type of `CODES` as blocks of Q8_0 to `found` [n, bytes].
 
     Or as float32, if `found` is of that. `kind` None: the numbers [n, 32], float32. One pass over
     memory. Both arrays are contiguous.
@@ -147,7 +148,7 @@ def convert(blocks: np.ndarray, kind: str | None, found: np.ndarray) -> None:
 
     assert blocks.flags.c_contiguous
     assert found.flags.c_contiguous
-    number = _FLOATS if kind is None else _CODES[kind]
+    number = _FLOATS if kind is None else CODES[kind]
     wanted = _FLOATS if found.dtype == np.float32 else NUMBERS["Q8_0"]
     is_known = loader.loaded().infer_blocks_convert(
         *(blocks.ctypes.data, number, found.ctypes.data, wanted, len(blocks)), num_threads()
@@ -157,4 +158,4 @@ def convert(blocks: np.ndarray, kind: str | None, found: np.ndarray) -> None:
 
 def numbers_of(kinds: Sequence[str]) -> array[int]:
     """The types of panels as the library reads them."""
-    return array("i", [_CODES[kind] for kind in kinds])
+    return array("i", [CODES[kind] for kind in kinds])

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from infer.kernels import cuda, loader
 from infer.kernels.blocks import (
+    CODES,
     BlockWeight,
     fitted,
     numbers_of,
@@ -505,8 +506,7 @@ class NativeLinear:
             assert rows.strides[1] == 1
             address, stride = rows.ctypes.data, rows.strides[0]
             library.infer_linear_pack_blocks(
-                *(self.handle, address, numbers_of([part.kind])[0]),
-                *(len(rows), stride, column, threads),
+                self.handle, address, CODES[part.kind], len(rows), stride, column, threads
             )
             if (
                 not rows.flags.owndata

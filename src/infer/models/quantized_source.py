@@ -338,7 +338,7 @@ class _LayerReader:
 def _form_of(layer: _Layer, read: _LayerReader) -> _Form:
     scheme, layout = layer.scheme, layer.layout
     factors = layout.factors(scheme, layer.size, read)
-    if layout.codes is None:
+    if layout.codes is None or scheme.layout in WIDENED:
         return _Form(None, f"{scheme.layout} has no kernel")
     if factors.groups is not None:
         return _Form(None, "groups are of inputs in another order")
@@ -351,8 +351,6 @@ def _form_of(layer: _Layer, read: _LayerReader) -> _Form:
         sharing = f"scales{'' if zeros is None else ' and zero points'}"
         return _Form(None, f"{scheme.bits} bits with {sharing} for {scheme.inputs or 'all'} inputs"
                            " have no kernel")  # fmt: skip
-    if layer.scheme.layout in WIDENED:
-        return _Form(None, f"{scheme.layout} has no kernel")
     if kind != "MXFP4" and not is_float16(factors.scales):
         return _Form(None, "their scales are no numbers of float16")
     return _Form(kind)

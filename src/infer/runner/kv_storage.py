@@ -64,18 +64,19 @@ class KVStorage:
         self.keys = [_zeros(shape, dtype, device) for shape in shapes]
         self.values = [_zeros(shape, dtype, device) for shape in shapes]
         self.by_node = by_node
-        self.num_tensors = len(self.keys) + len(self.values)
-        for tensor in (*self.keys, *self.values) if by_node else ():
-            for part in _parts(tensor, by_node):
+        tensors = (*self.keys, *self.values)
+        self.num_tensors = len(tensors)
+        self._parts = [_parts(tensor, by_node) for tensor in tensors]
+        for tensor, parts in zip(tensors, self._parts, strict=True):
+            for part in parts:
                 if part.node is not None:
                     size = part.page_bytes * num_pages
                     prefer_node(tensor.data_ptr() + part.first_byte, size, part.node)
-        self.page_bytes = sum(_page_bytes(tensor) for tensor in (*self.keys, *self.values))
+        self.page_bytes = sum(_page_bytes(tensor) for tensor in tensors)
         self.preparing: BackgroundThread | None = None
         if device.type == "cpu" and sys.platform == "linux":
             stopping = threading.Event()
-            tensors = [ref(each) for each in (*self.keys, *self.values)]
-            run = partial(_prepare, tensors, by_node, stopping)
+            run = partial(_prepare, [ref(each) for each in tensors], self._parts, stopping)
             self.preparing = BackgroundThread(run, stopping.set, "kv-storage")
             self.preparing.start()
 
@@ -84,8 +85,8 @@ class KVStorage:
         it can take it; they are zeros when they are used again. On CPUs."""
         if sys.platform != "linux":
             return
-        for tensor in (*self.keys, *self.values):
-            for part in _parts(tensor, self.by_node):
+        for tensor, parts in zip((*self.keys, *self.values), self._parts, strict=True):
+            for part in parts:
                 size = part.page_bytes
                 for first, count in runs:
                     begin = part.first_byte + first * size
@@ -116,16 +117,18 @@ def _parts(tensor: Tensor, by_node: bool) -> list[_Part]:
     ]
 
 
-def _prepare(tensors: Sequence[ref[Tensor]], by_node: bool, stopping: threading.Event) -> None:
+def _prepare(
+    tensors: Sequence[ref[Tensor]], parts: Sequence[list[_Part]], stopping: threading.Event
+) -> None:
     """Allocate the first memory of each tensor in chunks, until a tensor is freed or `stopping`."""
     # This thread gets the lowest priority, so that it takes no core from the first request.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     for first in range(0, PREPARED_BYTES // len(tensors), _CHUNK_BYTES):
-        for each in tensors:
+        for each, of_tensor in zip(tensors, parts, strict=True):
             tensor = each()
             if tensor is None or stopping.is_set():
                 return
-            for part in _parts(tensor, by_node):
+            for part in of_tensor:
                 if first < part.page_bytes * len(tensor):
                     advise(tensor, POPULATE_WRITE, part.first_byte + first, _CHUNK_BYTES)
             del tensor

@@ -64,8 +64,10 @@ class PublicPrefixes:
                     shared = (_num_shared(prompt, each) for each in self._beginnings)
                     num_public = max(shared, default=0)
             scope = key.cache_scope + request.cache_scope
-            request = replace(request, tenant=key.id, cache_scope=scope, conversation=name)
-            found.append(replace(request, num_public=num_public))
+            owned = replace(
+                request, tenant=key.id, cache_scope=scope, conversation=name, num_public=num_public
+            )
+            found.append(owned)
         return found
 
 
