@@ -60,7 +60,8 @@ def test_the_sources_compile_without_warnings(compiler: str) -> None:
     csrc = ROOT / "src/infer/csrc"
     is_x86 = compiler == "g++" and platform.machine() == "x86_64"
     sets = loader.X86_SETS if is_x86 else loader.ARM_SETS
-    names = ("dispatch", "portable", *sets)
+    further = ("amx_blocks",) if is_x86 else ()
+    names = ("dispatch", "portable", *sets, *further)
     sources = [*csrc.glob("*.cpp"), *(csrc / f"isa/{name}.cpp" for name in names)]
     flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
     for source in sources:

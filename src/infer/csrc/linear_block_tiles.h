@@ -1,12 +1,11 @@
-// Products of many rows and weights in blocks on the tile registers. linear_blocks.h includes it where HAS_BLOCK_TILES
-// says so.
+// Products of many rows and weights in blocks on the tile registers. isa/amx_blocks.cpp includes it.
 //
 // A tile has 16 rows of the 32 inputs that share a multiple, so it is half full. Their whole numbers are multiplied by
 // the multiples on vectors, in the order of `Blocks::multiply`: the sums have the same bits. Of 16 inputs that share a
 // multiple there would be twice as many of them, which makes tiles slower than vectors.
 #pragma once
 
-#include "isa/tile_config.h"
+#include "linear_vectors.h"
 
 namespace linear {
 namespace {
@@ -14,15 +13,19 @@ namespace {
 constexpr int TILE_ROWS = 16, FEWEST_TILE_ROWS = 9;  // rows of a product; fewer are faster on vectors
 constexpr long FEWEST_ROWS = 24;                     // of a call, likewise
 
-constexpr int rows_on_tiles(long left) {
-  return (int)(left > TILE_ROWS && left < TILE_ROWS + FEWEST_TILE_ROWS ? TILE_ROWS : left);
-}
+static_assert(FEWEST_TILE_ROWS > BLOCK_ROWS[0], "by their number they are told from those on vectors");
 
 constexpr bool suits_tiles(const BlockFormat& format) { return format.group == 32; }
 
-class BlockTileState {  // the shape of the tiles: 0 … 3 sums, 4 rows, 5 codes
+// Of the rows of a group that are left, how many go to tiles at once; 0: they go to vectors.
+int rows_on_tiles(const Call& c, const BlockFormat& format, long left) {
+  if (c.M < FEWEST_ROWS || !suits_tiles(format) || left < FEWEST_TILE_ROWS) return 0;
+  return (int)(left > TILE_ROWS && left < TILE_ROWS + FEWEST_TILE_ROWS ? TILE_ROWS : left);
+}
+
+class ProductState {  // the shape of the tiles: 0 … 3 sums, 4 rows, 5 codes
  public:
-  explicit BlockTileState(const Call& c) : in_use_(c.M >= FEWEST_ROWS) {
+  explicit ProductState(const Call& c) : in_use_(c.M >= FEWEST_ROWS) {
     if (!in_use_) return;
     save_tiles(&before_);
     TileConfig config;
@@ -32,7 +35,7 @@ class BlockTileState {  // the shape of the tiles: 0 … 3 sums, 4 rows, 5 codes
     FENCE();
     _tile_loadconfig(&config);
   }
-  ~BlockTileState() {
+  ~ProductState() {
     if (in_use_) restore_tiles(&before_);
   }
 
@@ -141,6 +144,11 @@ MultiplyBlockTiles product_on_tiles(BlockType type, int rows, std::index_sequenc
   constexpr const MultiplyBlockTiles* PRODUCTS[] = {
       BlockTiles<on_tiles_as(INDEX), !is_packed_as_read(INDEX)>::OF_TILES...};
   return PRODUCTS[block_index(type)][rows > TILE_ROWS];
+}
+
+void multiply_on_tiles(BlockType type, BlockRows rows, int count, const char* b, long steps, float* sums, bool first,
+                       Ahead ahead) {
+  product_on_tiles(type, count, EveryFormat{})(rows, count, b, steps, sums, first, ahead);
 }
 
 }  // namespace

@@ -421,20 +421,19 @@ const char* unpack_blocks(const Layer& layer, long panel, long first, long steps
   return to;
 }
 
-#ifdef HAS_BLOCK_TILES
-}  // namespace
-}  // namespace linear
-#include "linear_block_tiles.h"
-namespace linear {
-namespace {
+#ifdef HAS_BLOCK_TILES  // linear_block_tiles.h
+int rows_on_tiles(const Call& c, const BlockFormat& format, long left);
+void multiply_on_tiles(BlockType type, BlockRows rows, int count, const char* b, long steps, float* sums, bool first,
+                       Ahead ahead);
+#else
+int rows_on_tiles(const Call&, const BlockFormat&, long) { return 0; }
+void multiply_on_tiles(BlockType, BlockRows, int, const char*, long, float*, bool, Ahead) {}
 #endif
 
-// The most rows that are multiplied together, of those of a group that are left from `row` on.
+// The most rows that are multiplied together, of those of a group that are left from `row` on. More than BLOCK_ROWS
+// has are for tiles.
 int block_rows(const Call& c, const BlockFormat& format, long row, long left) {
-#ifdef HAS_BLOCK_TILES
-  if (c.M >= FEWEST_ROWS && suits_tiles(format) && left >= FEWEST_TILE_ROWS) return rows_on_tiles(left);
-#endif
-  (void)c, (void)format;
+  if (const int rows = rows_on_tiles(c, format, left)) return rows;
   left = std::min(left, 16 - row % 16);
   for (const int rows : BLOCK_ROWS)
     if (rows <= left) return rows;
@@ -459,11 +458,9 @@ void multiply_blocks(const Call& c, long group, const char* b, long panel, long 
       if (pair && pairs_of_pass(count) > 1) continue;
       const BlockRows some{c.tiles(group, k) + row * 64, c.step_bytes(group),
                            c.row_groups + (group * SIDE * layer.steps + k * rows + row) * 2, rows * 2};
-#ifdef HAS_BLOCK_TILES
-      if (count >= FEWEST_TILE_ROWS)
-        product_on_tiles(type, count, EveryFormat{})(some, count, b, steps, place(sums, row, 0), k == 0, {one, two});
+      if (count > BLOCK_ROWS[0])
+        multiply_on_tiles(type, some, count, b, steps, place(sums, row, 0), k == 0, {one, two});
       else
-#endif
         (unpacked ? product_of_blocks<true>(type, count, EveryFormat{})
                   : product_of_blocks<false>(type, count, EveryFormat{}))(
             some, b, pair * W, steps, place(sums, row, 0) + pair * W, k == 0, {one, two});

@@ -423,9 +423,7 @@ void sweep(const Call& c, long begin, long end, const char* following, float* su
   }
 }
 
-#ifdef HAS_BLOCK_TILES
-using ProductState = BlockTileState;
-#else
+#ifndef HAS_BLOCK_TILES
 class ProductState {
  public:
 #ifdef HAS_BFLOAT16

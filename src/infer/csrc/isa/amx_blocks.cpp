@@ -7,7 +7,7 @@
 
 TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,amx-tile,amx-bf16,amx-int8")
 
-#include "../linear_vectors.h"
+#include "../linear_block_tiles.h"
 #include "../linear_run.h"
 
 END_TARGET
