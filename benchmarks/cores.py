@@ -46,7 +46,7 @@ def engine_of(file: str, dtype: str, num_threads: int) -> Any:
     """Our engine, for all loads."""
     from infer import LLM
 
-    settings: dict[str, Any] = {"num_threads": num_threads, "max_seq_len": 2048}
+    settings: dict[str, Any] = {"device": "cpu", "num_threads": num_threads, "max_seq_len": 2048}
     settings["load_format"] = "auto" if file.endswith(".gguf") else "dummy"
     settings |= {"max_batch_size": 32, "kv_cache_memory_bytes": 1 << 30}
     return LLM(file, dtype=dtype or "auto", **settings)

@@ -75,7 +75,8 @@ def main() -> None:
     for text in options.files:
         file, _, dtype = text.partition(":")
         settings = {"max_seq_len": 2048, "max_batch_size": 32, "num_threads": THREADS}
-        llm = LLM(file, dtype=dtype or "auto", kv_cache_memory_bytes=1 << 30, **settings)
+        settings |= {"device": "cpu", "kv_cache_memory_bytes": 1 << 30}
+        llm = LLM(file, dtype=dtype or "auto", **settings)
         for load in LOADS.values():
             ours(llm, *load[:2], min(8, load[2]))
         engines.append((text, file, llm))

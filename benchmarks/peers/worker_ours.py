@@ -18,6 +18,7 @@ def _load():
     llm = LLM(
         str(model),
         dtype=dtype,
+        device="cpu",
         max_seq_len=2048,
         max_batch_size=32,
         num_threads=THREADS,

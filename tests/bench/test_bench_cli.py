@@ -148,7 +148,9 @@ def test_a_server_whose_engine_dies_in_the_middle(tmp_path: Path) -> None:
     llm = make_hash_llm(step_s=0.005)
 
     def die_later() -> None:
-        while llm.stats()["num_sampled_tokens"] < 20:
+        while (stats := llm.stats())["num_running"] < 3:
+            pass
+        while llm.stats()["num_sampled_tokens"] < stats["num_sampled_tokens"] + 12:
             pass
         assert llm._loop is not None
         asyncio.run_coroutine_threadsafe(llm.close(), llm._loop).result(10)

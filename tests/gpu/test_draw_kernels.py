@@ -168,13 +168,15 @@ def test_what_is_forbidden_is_never_drawn(device: torch.device) -> None:
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's numpy
 @pytest.mark.parametrize("wish", [Wish(), Wish(0), Wish(top_k=4, top_p=0.5)], ids=str)
 def test_rows_that_are_not_finite_are_flagged(wish: Wish, device: torch.device) -> None:
-    logits = logits_of(5)
+    logits = logits_of(6)
     logits[0, 4200] = NAN
     logits[1, 3] = INF
     logits[2] = -INF
-    logits[3, 3:900] = -INF
-    _, flags = drawn(logits, [wish] * 5, device)
-    assert flags == [NOT_FINITE_FLAG] * 3 + [0, 0]
+    logits[3] = NAN
+    logits[4, 3:900] = -INF
+    tokens, flags = drawn(logits, [wish] * 6, device)
+    assert flags == [NOT_FINITE_FLAG] * 4 + [0, 0]
+    assert tokens[:4] == [0] * 4, "the step ahead looks these up in the embedding"
 
 
 def test_a_row_does_not_see_its_company(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -143,7 +144,10 @@ def request(name: str, num_prompt: int, num_output: int, **sampling: Any) -> Req
     numbers = np.random.default_rng(len(name) * 1000 + num_prompt)
     prompt = tuple(int(n) for n in numbers.integers(0, SHAPE.vocab_size, num_prompt))
     params = SamplingParams(**{"temperature": 0, **sampling})
-    return Request(name, prompt, params, seed=num_prompt, max_tokens=num_output)
+    # Log-probabilities of a prompt need all of it computed; the engine's client sees to it, too.
+    scope = "" if params.prompt_logprobs is None else name
+    made = Request(name, prompt, params, seed=num_prompt, max_tokens=num_output)
+    return replace(made, cache_scope=scope)
 
 
 def run(core: EngineCore, requests: list[Request]) -> dict[str, list[StepOutput]]:

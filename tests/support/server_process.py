@@ -33,7 +33,9 @@ PAUSE_S = 0.05
 ROOT = Path(__file__).parents[2]
 ENV = {
     **os.environ,
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", ROOT))),
+    "PYTHONPATH": os.pathsep.join(
+        map(str, (ROOT / "src", ROOT, *filter(None, [os.environ.get("PYTHONPATH")])))
+    ),
 }
 
 

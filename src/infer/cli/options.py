@@ -173,7 +173,10 @@ def _typer_option(setting: Setting, panel: str) -> Any:
     if setting.default is not None:
         help = f"{help} (default: {setting.default})"
     metavar = _METAVARS.get(setting.kind, setting.name.rpartition("_")[2].upper())
+    # typer 0.27 takes a metavar that equals the name for the name: the option would be --DEVICE.
+    flag = setting.name.replace("_", "-")
     option = typer.Option(
+        f"--{flag}/--no-{flag}" if setting.kind is bool else f"--{flag}",
         help=help,
         metavar=metavar if setting.kind is not bool else None,
         rich_help_panel=panel,

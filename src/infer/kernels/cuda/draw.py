@@ -126,7 +126,9 @@ def pick(
         index = tl.sum((tl.cumsum(inside, 0) <= target - before).to(tl.int32), 0)
         last = tl.max(tl.where(inside > 0, tl.arange(0, BLOCK), 0), 0)
         token = block * BLOCK + tl.minimum(index, last)
-    tl.store(tokens + row, token)
+    # The step ahead embeds a token before the host has read the flag, and an id beyond the table
+    # ends the whole CUDA context.
+    tl.store(tokens + row, tl.where(bad > 0, 0, token))
 
 
 @triton.jit
@@ -359,7 +361,7 @@ def draw(
 ) -> None:
     """Sample each row of the logits [R, V], float32, into `tokens` [R] and `flags` [R].
 
-    A flag is 0, or `NOT_FINITE_FLAG` where the token is not valid. All other arguments are [R]:
+    A flag is 0, or `NOT_FINITE_FLAG`, and the token then 0. All other arguments are [R]:
     `temperatures`, `top_ps` and `min_ps` float32; `narrowed`, `top_ks`, `positions`, `tokens` and
     `flags` int32; `seeds` int64. A temperature of 0 is greedy. `narrowed`: whether the row has
     top-k, top-p or min-p, and a temperature above 0.

@@ -9,6 +9,7 @@ been are compiled by several threads, and later launches find them compiled.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -42,7 +43,30 @@ def compiled_together() -> Iterator[None]:
     threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
     token = _compiles_only.set(True)
     try:
-        with ThreadPoolExecutor(threads, "compile") as pool, triton.AsyncCompileMode(pool):
+        with (
+            _parsed_in_turn(),
+            ThreadPoolExecutor(threads, "compile") as pool,
+            triton.AsyncCompileMode(pool),
+        ):
             yield
     finally:
         _compiles_only.reset(token)
+
+
+@contextmanager
+def _parsed_in_turn() -> Iterator[None]:
+    """A context in which one thread at a time parses a kernel's source.
+
+    CPython 3.11 raises `SystemError` now and then where two do (gh-106905). It takes milliseconds.
+    """
+    real, lock = triton.JITFunction.parse, threading.Lock()
+
+    def parse(kernel: Any) -> Any:
+        with lock:
+            return real(kernel)
+
+    triton.JITFunction.parse = parse
+    try:
+        yield
+    finally:
+        triton.JITFunction.parse = real
