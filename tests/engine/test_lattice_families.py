@@ -55,7 +55,7 @@ WINDOWED = {
 """One shape of each kind of layer."""
 SLOW = {
     *("llama", "qwen2", "qwen3", "smollm3", "phi3", "granite", "olmo", "exaone4", "cohere"),
-    *("starcoder2", "nemotron"),
+    *("starcoder2", "nemotron", "mistral", "gemma2", "glm4", "hunyuan", "apertus"),
 }  # their parts are in the others; a new family is not slow
 
 

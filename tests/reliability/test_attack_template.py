@@ -90,6 +90,7 @@ def beside(work: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, results
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_template_that_takes_for_ever_is_its_callers_error(tmp_path: Path) -> None:
     """Meanwhile others are answered, and afterwards the server ends when it is told to, also in

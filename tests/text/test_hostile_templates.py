@@ -147,15 +147,15 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("short_limits")
 def test_what_is_known_to_take_for_ever_ends() -> None:
-    some = list(TABLE.values())
-    assert check([*some[:3], *some[3::4]]) >= 5
+    some = list(TABLE.values())  # all of them: test_all_generated_expressions
+    assert check([*some[:2], *some[5::7]]) >= 3
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("short_limits")
 def test_some_of_the_generated_expressions() -> None:
     dice = random.Random(2)
-    check([*dice.sample(methods(), 20), *dice.sample(operators(), 5), *dice.sample(filters(), 5)])
+    check([*dice.sample(methods(), 15), *dice.sample(operators(), 3), *dice.sample(filters(), 4)])
 
 
 @pytest.mark.slow
