@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -20,7 +21,7 @@ from infer.text.untrusted.workers import run_steps
 from infer.types import FinishReason, StepOutput, TextDelta, TokenLogprobs
 from tests.support.cases import slow_but
 from tests.support.checkpoints import END_ID, write_tokenizer
-from tests.support.doubles import small_tokenizer
+from tests.support.doubles import small_text_files, small_tokenizer
 from tests.support.serving import BODIES, CHAT, COMPLETIONS, ask, chat_body, scripted, spelled
 
 TEMPLATE = (
@@ -141,6 +142,44 @@ def test_a_forced_call_has_a_grammar(tokenizer: Tokenizer) -> None:
         assert isinstance(grammar, Grammar)
         assert ("{0,7}" in grammar.text) is many
         assert "<tool_call>" in grammar.text
+
+
+STRICT = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+
+
+def test_a_strict_tool_that_the_model_may_choose_has_a_grammar(tokenizer: Tokenizer) -> None:
+    engine = scripted([], tokenizer=tokenizer)
+    schema = {"type": "json_schema", "json_schema": {"schema": CITY}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+    for fields, kind in (
+        ({"tools": [STRICT]}, "calls"),
+        ({"tools": [STRICT], "tool_choice": allowed}, "calls"),
+        ({"tools": [WEATHER]}, None),
+        ({"tools": [STRICT], "tool_choice": "none"}, None),
+        ({"tools": [STRICT], "response_format": schema}, "json"),
+    ):
+        wire = schema_base.read(ChatBody, chat_body(**fields, max_tokens=300))
+        [request] = run_steps(chat_requests(engine, wire, "a-1"))
+        grammar = request.sampling.grammar
+        assert (grammar.kind if grammar else None) == kind, fields
+        assert kind != "calls" or "start: opened" in grammar.text  # type: ignore[union-attr]
+
+
+def test_strict_says_where_it_is_not_enforced(tokenizer: Tokenizer) -> None:
+    def reply(how: Tokenizer, *tools: Any) -> Any:
+        body = chat_body(tools=list(tools), max_tokens=300)
+        size = {"max_seq_len": 100_000, "num_pages": 25_000}
+        return ask(scripted([*spelled(CALL), END_ID], tokenizer=how, **size), CHAT, body)
+
+    assert "x-warning" not in reply(tokenizer, STRICT).headers
+    bare = Tokenizer(replace(small_text_files(), tool_parser="json"))  # calls without a mark
+    assert "strict is not enforced" in reply(bare, STRICT).headers["x-warning"]
+    function = {"name": "b", "strict": True, "parameters": {"enum": ["x" * 9999] * 9}}
+    large = reply(tokenizer, STRICT, {"type": "function", "function": function})
+    assert "strict is not enforced" in large.headers["x-warning"]
+    function = {"name": "b", "parameters": {"type": "string", "pattern": "("}, "strict": True}
+    wrong = reply(tokenizer, STRICT, {"type": "function", "function": function})
+    assert (wrong.status, wrong.error()["param"][:8]) == (400, "tools[1]")
 
 
 # ---- a stream equals the plain answer, in everything

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from infer.text.answer_parser import forced_answer, parser_for
+from infer.text.answer_parser import chosen_calls, forced_answer, parser_for
 from infer.text.grammars.compiler import Compiler, Vocabulary
 from infer.text.grammars.grammar_depth import TOO_DEEP, is_too_deep
 from infer.text.tools.call import Parts, ToolCall
@@ -75,14 +75,14 @@ def special_marks(way: ToolFormat) -> list[str]:
 class Walk:
     """A grammar of forced calls, over bytes and a family's special tokens."""
 
-    def __init__(self, way: ToolFormat, is_special: bool) -> None:
+    def __init__(self, way: ToolFormat, is_special: bool, must: bool = True) -> None:
         self.tokenizer = tokenizers.Tokenizer.from_str(small_tokenizer().to_json())
         marks = special_marks(way) if is_special else []
         self.tokenizer.add_special_tokens(marks)
         found = {mark: self.tokenizer.token_to_id(mark) for mark in marks}
         self.special = {mark: i for mark, i in found.items() if i is not None}
         ends = [mark for mark in ENDS if mark in self.special]
-        made = forced_markup(way, TOOLS, parallel=True, special=self.special, ends=ends)
+        made = forced_markup(way, TOOLS, parallel=True, special=self.special, ends=ends, must=must)
         assert made is not None
         self.made = made
         self.end = small_tokenizer().eos_token_ids[0]
@@ -123,6 +123,33 @@ class Walk:
             if [constraint.take(i) for i in ids][-1]:
                 return taken.decode(errors="replace"), True
         return taken.decode(errors="replace"), False
+
+
+UNMARKED = ("json", "pythonic", "harmony")
+"""Formats of which no mark says where a call begins, and text has none of it."""
+
+
+@pytest.mark.parametrize("is_special", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("way", OWN, ids=lambda way: way.name)
+def test_calls_that_the_model_chooses_are_held_to_the_schema(
+    way: ToolFormat, is_special: bool
+) -> None:
+    if way.name in UNMARKED:
+        made = chosen_calls(way, TOOLS, parallel=True, special={}, ends=())
+        assert made is None
+        return
+    walk = Walk(way, is_special, must=False)
+    for text in ("Hello.", "a < b [1] {2} <x>\n\n", way.write(CALLS[:1]).strip()[:1]):
+        assert walk.takes(text), text
+        for calls in (CALLS[:1], CALLS):
+            assert walk.takes(text + way.write(calls)), text
+    for wrong in ({"days": 3}, {"city": "Ulm", "color": "red"}, {"city": "Ulm", "days": 1.5}):
+        text = way.write([ToolCall("weather", json.dumps(wrong))])
+        assert not walk.takes(text), text
+        assert not walk.takes(f"Hello. {text}")
+    assert not walk.takes(f"Hello. {way.write([ToolCall('later', '{}')])}")
+    opening = way.write(CALLS[1:2]).partition("now")[0]
+    assert not walk.takes(opening), "a call that was begun goes on"
 
 
 def walk_of(way: ToolFormat, is_special: bool) -> tuple[Walk, ForcedMarkup]:

@@ -78,6 +78,25 @@ def forced_answer(
     return ForcedCalls(plain, forced_calls(plain, tools, parallel=parallel), None)
 
 
+def chosen_calls(
+    way: ToolFormat,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    parallel: bool,
+    special: Mapping[str, int],
+    ends: Iterable[str],
+) -> Grammar | None:
+    """The grammar of an answer of a model, whose own format is `way`, that may call the tools.
+
+    Their schemas hold for the calls, and text before them is free. None: the format has no mark by
+    which a call is known, or cannot express the parameters.
+
+    The arguments are those of `forced_markup`.
+    """
+    found = forced_markup(way, tools, parallel=parallel, special=special, ends=ends, must=False)
+    return found.grammar if found else None
+
+
 def forced_format(way: ToolFormat | None) -> ToolFormat:
     """The format of calls in JSON that a grammar enforces, for a model whose own format is `way`:
     plain objects, if its own are not."""

@@ -61,6 +61,7 @@ from infer.text.tools.forced_markup import TEXT_GRAMMAR
 from infer.text.tools.formats import ToolFormat
 from infer.text.untrusted.workers import Steps
 from infer.types import FinishReason, Request, RequestOutput, SamplingParams, TextDelta
+from infer.types.grammar import MAX_GRAMMAR_CHARS, Grammar
 from infer.types.sampling import MAX_LOGPROBS
 
 R = TypeVar("R")
@@ -92,6 +93,7 @@ class ChatBody(Conversation, Generation):
     """maximum number of tokens of the reasoning; then it ends, and the answer begins"""
     _dropped: Dropped = PrivateAttr(Dropped())
     _forced: ForcedCalls | None = PrivateAttr(None)
+    _is_free: bool = PrivateAttr(False)
     _forms: Mapping[str, dict[str, Any]] = PrivateAttr({})
 
     @property
@@ -143,11 +145,31 @@ class ChatBody(Conversation, Generation):
         return [(i, t) for i, t in self.functions if t["function"]["name"] in names]
 
     @cached_property
+    def held(self) -> list[tuple[int, dict[str, Any]]]:
+        """The tools whose parameters hold for every call, with their places in `tools`: those that
+        are forced, or all that the model may choose, if one of them is strict."""
+        if self.forced or self.grammars:
+            return self.forced
+        names = {tool["function"]["name"] for tool in self.shown_tools}
+        shown = [(i, t) for i, t in self.functions if t["function"]["name"] in names]
+        return shown if any(t["function"].get("strict") is True for _, t in shown) else []
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the model's own calls are not held to the tools' parameters, though one of the
+        tools is strict."""
+        return self._is_free
+
+    def set_free(self) -> None:
+        """Note that no grammar can hold the model's own calls."""
+        self._is_free = True
+
+    @cached_property
     def enforced_tools(self) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-        """(forced tools with what is enforced of their parameters, names of what is not)"""
+        """(held tools with what is enforced of their parameters, names of what is not)"""
         tools = [
             (i, {**tool, "function": function | self._forms.get(function["name"], {})})
-            for i, tool in self.forced
+            for i, tool in self.held
             for function in (tool["function"],)
         ]
         return grammar_fields.enforced_tools(tools)
@@ -159,13 +181,13 @@ class ChatBody(Conversation, Generation):
     def check_strict(self) -> None:
         """Raise `RequestError` for a tool with `strict: true` of which not all can be enforced,
         whether it is forced or the model may choose it. The time is linear in the schemas."""
-        forced = {i for i, _ in self.forced}
+        held = {i for i, _ in self.held}
         strict = [(i, t) for i, t in self.functions if t["function"].get("strict") is True]
-        grammar_fields.enforced_tools((i, tool) for i, tool in strict if i not in forced)
+        grammar_fields.enforced_tools((i, tool) for i, tool in strict if i not in held)
 
     @property
     def num_grammar_chars(self) -> int:
-        return super().num_grammar_chars + sum(len(str(tool)) for tool in self.forced_tools)
+        return super().num_grammar_chars + sum(len(str(tool)) for _, tool in self.held)
 
     @property
     def sets_limit(self) -> bool:
@@ -285,22 +307,56 @@ def _forced(engine: AsyncLLM, wire: ChatBody) -> ForcedCalls | None:
     return wire.forced_answer
 
 
+def _chosen(
+    engine: AsyncLLM, wire: ChatBody, tools: Sequence[dict[str, Any]] | None = None
+) -> Grammar | None:
+    """The grammar of an answer in which the model may call the tools; default: those of the body,
+    if one of them is strict. None: the answer is free."""
+    tokenizer, use = engine.tokenizer, engine.tokenizer.tool_use
+    if use is None or not wire.held or wire.forced or wire.is_free:
+        return None
+    made = answer_parser.chosen_calls(
+        use.format,
+        wire.enforced_tools[0] if tools is None else tools,
+        parallel=wire.parallel_tool_calls,
+        special=tokenizer.special_tokens(),
+        ends=tokenizer.end_tokens(),
+    )
+    if made is None or len(made.text) > MAX_GRAMMAR_CHARS:
+        wire.set_free()
+        return None
+    return made
+
+
+def _held(
+    engine: AsyncLLM, wire: ChatBody, tools: Sequence[dict[str, Any]] | None = None
+) -> Grammar | None:
+    """The grammar by which tools hold the answer; default: all that do."""
+    forced = _forced(engine, wire) if tools is None else _forced_answer(engine, wire, tools)
+    return _chosen(engine, wire, tools) if forced is None else forced.grammar
+
+
 def _checked(engine: AsyncLLM, wire: ChatBody, sampling: SamplingParams) -> Steps[CheckedSampling]:
-    """The checked sampling; an error of a forced tool's schema names the tool."""
+    """The checked sampling; an error of a tool's schema names the tool. Tools that the model may
+    choose, and that are too much for one grammar, leave the answer free."""
     try:
         checked = yield from engine.check_sampling(sampling)
         return checked
     except RequestError as error:
-        if error.param != "grammar" or not wire.forced_tools:
+        if error.param != "grammar" or not wire.held:
             raise
         # Each tool alone takes a part of what all have taken, up to the first that is refused.
         is_too_much = "cannot be compiled" in error.message or "too large" in error.message
+        if is_too_much and not wire.forced:
+            wire.set_free()
+            checked = yield from engine.check_sampling(sampling.replace(grammar=None))
+            return checked
         tools = [] if is_too_much else wire.enforced_tools[0]
-        for (i, _), tool in zip(wire.forced, tools, strict=False):
-            forced = _forced_answer(engine, wire, [tool])
-            assert forced is not None
+        for (i, _), tool in zip(wire.held, tools, strict=False):
             try:
-                yield from engine.check_sampling(sampling.replace(grammar=forced.grammar))
+                yield from engine.check_sampling(
+                    sampling.replace(grammar=_held(engine, wire, [tool]))
+                )
             except RequestError as own:
                 has_text = TEXT_GRAMMAR in tool["function"]
                 place = f"tools[{i}].{'format' if has_text else 'function.parameters'}"
@@ -381,6 +437,8 @@ def tool_warning(engine: AsyncLLM, wire: ChatBody) -> str | None:
     if others:
         named = ", ".join(f"tools[{i}] {kind[:MAX_NAME_CHARS]!a}" for i, kind in others[:8])
         warnings.append(f"only functions are supported, so the model does not see {named}")
+    if wire.is_free:
+        warnings.append("strict is not enforced where the model chooses a tool")
     dropped = wire.enforced.dropped + wire.enforced_tools[1]
     warnings.append(warning_of(dropped + _free_texts(engine, wire)))
     return "; ".join(filter(None, warnings)) or None
@@ -391,7 +449,7 @@ def _free_texts(engine: AsyncLLM, wire: ChatBody) -> tuple[str, ...]:
     forced = _forced(engine, wire)
     if forced is None or forced.grammar.texts:
         return ()
-    tools = zip(wire.forced, wire.enforced_tools[0], strict=True)
+    tools = zip(wire.held, wire.enforced_tools[0], strict=True)
     return tuple(f"tools[{i}].format" for (i, _), t in tools if TEXT_GRAMMAR in t["function"])
 
 
@@ -423,9 +481,8 @@ def _chat_sampling(engine: AsyncLLM, wire: ChatBody) -> Iterator[SamplingParams]
         check_stream_format(wire, logprobs)
         wire.check_strict()
         sampling = sampling_of(engine, wire, most, logprobs)
-        forced = _forced(engine, wire)
-        if forced is not None:
-            sampling = sampling.replace(grammar=forced.grammar)
+        if (held := _held(engine, wire)) is not None:
+            sampling = sampling.replace(grammar=held)
         if logprobs is not None and not wire.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", param="top_logprobs")
         yield sampling

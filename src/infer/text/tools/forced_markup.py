@@ -24,6 +24,7 @@ from infer.text.tools.formats import GEMMA, GEMMA4, HARMONY, MAX_FORCED_CALLS, T
 from infer.text.tools.harmony import START
 from infer.text.tools.parameter_types import types_of
 from infer.text.tools.tagged_calls import FAMILIES, Family
+from infer.text.tools.text_before_calls import OPENED, TEXT, text_before_calls
 from infer.text.tools.value_rules import (
     Dialect,
     NotExpressibleError,
@@ -80,14 +81,17 @@ def forced_markup(
     special: Mapping[str, int],
     ends: Iterable[str] = (),
     thinks: bool = False,
+    must: bool = True,
 ) -> ForcedMarkup | None:
     """The grammar of an answer that must call one of the tools; None: its markup cannot express it.
 
     `tools`: tools of the OpenAI API. `parallel`: several calls are allowed. `special`: ids of the
     special tokens; `ends`: those of them that end an answer. `thinks`: reasoning may come before.
+    Without `must` the answer may be text in place of calls, or text and then calls.
     """
     try:
-        return _Writer(way, special, ends).written(tools, parallel=parallel, thinks=thinks)
+        writer = _Writer(way, special, ends)
+        return writer.written(tools, parallel=parallel, thinks=thinks, must=must)
     except NotExpressibleError:
         return None
 
@@ -104,6 +108,7 @@ class _Writer:
         self._texts: list[str] = []
         """grammars of the caller"""
         self._ends = tuple(ends)
+        self._all_special = special
         frame = self._frame(2)
         shown = "".join((*frame.gaps, *frame.mids, frame.last, *self._inner_marks()))
         known = sorted((mark for mark in special if mark in shown), key=len, reverse=True)
@@ -140,7 +145,7 @@ class _Writer:
         return "()" if text.startswith("()", at) else "{}"
 
     def written(
-        self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, thinks: bool
+        self, tools: Sequence[Mapping[str, Any]], *, parallel: bool, thinks: bool, must: bool
     ) -> ForcedMarkup:
         frame = self._frame(MAX_FORCED_CALLS if parallel else 1)
         gaps, last = list(frame.gaps), self._before_end(frame.last)
@@ -158,7 +163,7 @@ class _Writer:
             calls.append(
                 " | ".join(f"{n} {between} {b}" for n, b in zip(names, bodies, strict=True))
             )
-        lines = [self._start(gaps, last, thinks=thinks)]
+        lines = [self._start(gaps[0], thinks=thinks)] if must else self._free_start(gaps[0])
         lines += [f"call{i}: {call}" for i, call in enumerate(dict.fromkeys(calls))]
         if len(set(calls)) == 1:
             follow = f"({self._literal(gaps[1])} call0)" if len(gaps) > 1 else ""
@@ -170,14 +175,20 @@ class _Writer:
         heads = {f["name"]: f"{gaps[0]}{f['name']}{frame.mids[0]}" for f in functions}
         return ForcedMarkup(Grammar.calls("\n".join([*lines, *self._rules]), self._texts), heads)
 
-    def _start(self, gaps: Sequence[str], last: str, *, thinks: bool) -> str:
+    def _free_start(self, begin: str) -> list[str]:
+        """Rules of an answer that may be text, or text before calls."""
+        text = text_before_calls(self._way, begin, self._all_special, self._ends)
+        start = f"start: {OPENED} {self._literal(text.rest)} call0 more0 | {TEXT}"
+        return [start, *text.rules]
+
+    def _start(self, begin: str, *, thinks: bool) -> str:
         lead = ""
         if self._way is HARMONY:
             lead = f"({self._literal(f'{START}assistant')})?"
         elif thinks:
             self._rules.append(r"LINES: /\n{1,2}/")
             lead = "LINES?"
-        return f"start: {lead} {self._literal(gaps[0])} call0 more0"
+        return f"start: {lead} {self._literal(begin)} call0 more0"
 
     def _chain(self, gaps: Sequence[str], calls: Sequence[str], last: str) -> list[str]:
         """Rules of what follows each call, where calls differ by their place."""
