@@ -40,6 +40,7 @@ from tests.support.attention_worlds import (
     same_bits,
     whole,
 )
+from tests.support.cases import one_of
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 
@@ -158,11 +159,13 @@ SHAPED = [
 """What happens to scores, and the largest heads."""
 
 
-@pytest.mark.parametrize(("shape", "scores"), SHAPED, ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("number", "dtype"), one_of(2, [(i, kind) for kind in (F32, BF16) for i in range(len(SHAPED))])
+)
 def test_scores_have_caps_and_slopes_and_heads_are_large(
-    isa: str, shape: Shape, scores: Scores, dtype: torch.dtype
+    isa: str, number: int, dtype: torch.dtype
 ) -> None:
+    shape, scores = SHAPED[number]
     heads, groups, size, window = shape
     lengths = [1, 65, 300] if size > 256 else [1, 64, 130, 600]
     world = make_world(lengths, heads, groups, size, dtype, window=window, scores=scores)

@@ -22,7 +22,8 @@ def run_interpreted(which: str) -> int:
     pytest.importorskip("triton", reason="Triton is not installed: no kernel can be interpreted")
     # Not in colours, whatever the terminal of this run is.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PY_COLORS": "0", "PYTEST_ADDOPTS": ""}
-    command = [sys.executable, "-m", "pytest", str(HERE), "-m", which, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", str(HERE), "-m", which, "-n", "0"]
+    command += ["-p", "no:cacheprovider"]
     done = subprocess.run(
         command,
         cwd=HERE.parent.parent,

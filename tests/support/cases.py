@@ -16,6 +16,19 @@ def slow_but(kept: Container[Any], values: Iterable[Any]) -> list[Any]:
     ]
 
 
+def one_of(number: int, values: Iterable[Any], first: int = 0) -> list[Any]:
+    """The values as parameters: all but one of so many in a row are `slow`. For a matrix of which
+    each row and each column is tried by default, and each pair with `-m slow`. A tuple has the
+    values of several parameters."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if i % number == first else pytest.mark.slow,
+        )
+        for i, value in enumerate(values)
+    ]
+
+
 def timed(limit_s: float) -> pytest.MarkDecorator:
     """The parameter `most_s` of a test, with which it compares a time: no limit by default, and
     `limit_s` with `-m timing`. What else the test asserts holds in both."""

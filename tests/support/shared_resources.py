@@ -350,7 +350,10 @@ UNLIMITED = (
             *_at("server/serve.py", "_router.models:LoadedModels"),
             *_at("replicas/launch.py", "Loads._lock:Lock"),
             *_at("models/weights.py", "TensorFiles._recent:deque"),
-            *_at("kernels/cuda/launch.py", "compiled_together:ThreadPoolExecutor"),
+            *_at(
+                "kernels/cuda/launch.py",
+                *("compiled_together:ThreadPoolExecutor", "_parsed_in_turn:Lock"),
+            ),
             *_at("runner/kv_storage.py", "KVStorage.__init__.preparing:BackgroundThread"),
         ),
         refused_at=(
