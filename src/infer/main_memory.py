@@ -55,16 +55,21 @@ def proc_bytes(file: str | Path, key: str) -> int | None:
     return None
 
 
+RETURNED_FROM = 32 << 20
+"""size, in bytes, from which on glibc returns freed blocks to the system at once; no larger one can
+be set"""
+
+
 def keep_freed_memory() -> None:
     """Let the C library keep the memory of a step's tensors for the next step.
 
     By default glibc returns large blocks to the operating system at once, and the page faults of
-    the next step cost a tenth of its time. Blocks above 32 MiB (weights) are still returned.
+    the next step cost a tenth of its time. Blocks of `RETURNED_FROM` (weights) are still returned.
     """
     mallopt = _of_c_library("mallopt")
     if mallopt is not None:
         trim_threshold, mmap_threshold = -1, -3
-        mallopt(mmap_threshold, 32 << 20)
+        mallopt(mmap_threshold, RETURNED_FROM)
         mallopt(trim_threshold, 512 << 20)
 
 

@@ -543,10 +543,15 @@ class NativeLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, in] → [T, out]."""
+        out = torch.empty((x.shape[0], self.out_features), dtype=self.out_dtype)
+        return self.into(out, x, residual)
+
+    def into(self, out: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """`out` [T, out], into which the result is written."""
         assert (x.dtype, x.shape[1]) == (torch.bfloat16, self.in_features)
+        assert (out.dtype, out.shape) == (self.out_dtype, (x.shape[0], self.out_features))
         if x.stride(1) != 1:
             x = x.contiguous()
-        out = torch.empty((x.shape[0], self.out_features), dtype=self.out_dtype)
         added = None
         if residual is not None:
             assert (residual.dtype, residual.shape) == (torch.bfloat16, out.shape)

@@ -26,6 +26,7 @@ from infer.kernels.linear import (
     Fusion,
     LayerNorm,
     Linear,
+    NativeLinear,
     Norm,
     joined,
     make_linear,
@@ -325,13 +326,17 @@ class Decoder:
         """Compute the layers one by one from now on, with every attention backend."""
         self.stack = None
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V], float32, for the hidden states [R, E] of the rows to be sampled."""
-        logits = self.lm_head(hidden)
+    def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
+        """See `Model`."""
+        head = self.lm_head
+        if memory is not None and isinstance(head, NativeLinear):
+            logits = head.into(memory[: len(hidden)], hidden)
+        else:
+            logits = head(hidden)
         if self.config.logits_scale != 1.0:
-            logits = logits * self.config.logits_scale
+            logits *= self.config.logits_scale
         cap = self.config.final_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def output_head(

@@ -44,8 +44,12 @@ class Model(Protocol):
         `attend` is called once per layer. `logits` takes rows of the result.
         """
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [R, V], float32, for the hidden states [R, E] of the rows to be sampled."""
+    def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
+        """Logits [R, V], float32, for the hidden states [R, E] of the rows to be sampled.
+
+        `memory` [≥ R, V], float32: where the result may be written, which is then valid until the
+        memory is used again.
+        """
 
 
 def build_model(config: ModelConfig, source: WeightSource, max_seq_len: int) -> Model:

@@ -410,7 +410,7 @@ class TransformersModel:
         hidden: Tensor = outputs.last_hidden_state[0]
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, memory: Tensor | None = None) -> Tensor:
         """See `Model`; computed by the library's own head, with its scales and caps."""
         self._given.output = self._kind(last_hidden_state=hidden[None])
         tokens = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
