@@ -56,6 +56,8 @@ UNTOLD = 1_000_000
 ANSWER = "The secret was 42, and now it is 43."
 QUESTION = "Read note.txt, add one to the secret, and say what it was."
 NOTE = "The secret is 42.\n"
+MIN_NODE = 22
+"""which the newest versions of the agents need"""
 NUM_SAID = 20
 """tokens of an answer after which an engine dies"""
 Steps = Sequence[Sequence[tuple[str, dict[str, Any]]]]
@@ -289,6 +291,7 @@ def command_of(agent: Agent, program: str) -> list[str]:
     home = Path(os.environ.get("INFER_CLIENTS", Path.home() / ".cache" / "infer" / "clients"))
     folder = home / f"agent-{agent.name.replace(' ', '-').lower()}"
     if not (folder / "complete").exists():
+        check_node()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         subprocess.run(
@@ -299,6 +302,17 @@ def command_of(agent: Agent, program: str) -> list[str]:
         )
         (folder / "complete").touch()
     return [str(folder / "node_modules" / ".bin" / program)]
+
+
+def check_node() -> None:
+    """With an older Node npm installs older agents without a word: their prompts have other sizes
+    than `told` and `untold` are for."""
+    done = subprocess.run(
+        ["node", "--version"], capture_output=True, check=True, text=True, encoding="utf-8"
+    )
+    version = done.stdout.strip()
+    major = int(version.removeprefix("v").partition(".")[0])
+    assert major >= MIN_NODE, f"this is Node {version}; the agents need {MIN_NODE} or later"
 
 
 def run(agent: Agent, url: str, folder: Path, told: int | None = None) -> str:
