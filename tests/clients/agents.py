@@ -30,6 +30,7 @@ from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import ToolFormat
+from tests.clients import harness
 from tests.clients.loops import (
     TalkingRunner,
     engine_settings,
@@ -55,6 +56,8 @@ UNTOLD = 1_000_000
 ANSWER = "The secret was 42, and now it is 43."
 QUESTION = "Read note.txt, add one to the secret, and say what it was."
 NOTE = "The secret is 42.\n"
+MIN_NODE = 22
+"""which the newest versions of the agents need"""
 NUM_SAID = 20
 """tokens of an answer after which an engine dies"""
 Steps = Sequence[Sequence[tuple[str, dict[str, Any]]]]
@@ -78,6 +81,11 @@ class Agent:
     untold: int
     """window that a few results of 9 KB fill; 0: it does not go on when it is refused one"""
     environment: dict[str, str] = field(default_factory=dict)
+    driver: str = ""
+    """script of `drivers` that uses the package, which is one of Python; "": the package, one of
+    npm, has the command"""
+    loaded: str = ""
+    """what the last prompt shows of a tool whose definition is sent when the model asks for it"""
 
     def long_steps(self, num_long: int, num_lines: int) -> Steps:
         """Those of the task, behind results of so many lines of 100 bytes."""
@@ -134,6 +142,25 @@ AGENTS = (
         105_000,
         75_000,
         {"IS_SANDBOX": "1"},
+    ),
+    Agent(
+        "Claude Agent SDK",
+        "claude-agent-sdk",
+        "claude",
+        [QUESTION],
+        (
+            [("Bash", {"command": "cat note.txt"})],
+            [("ToolSearch", {"query": "select:mcp__sums__add"})],
+            [("Read", {"file_path": FILE}), ("mcp__sums__add", {"a": 42, "b": 1})],
+            [("Read", {"file_path": "{work}/missing.txt"})],
+            [("Edit", {"file_path": FILE, "old_string": OLD, "new_string": NEW})],
+        ),
+        "create a detailed summary",
+        97_500,
+        67_500,
+        {"IS_SANDBOX": "1"},
+        driver="claude_agent.py",
+        loaded='{"name": "mcp__sums__add", "description": "Adds two numbers.", "parameters": ',
     ),
     Agent(
         "Qwen Code",
@@ -257,11 +284,14 @@ def scripted_server(
         yield url, runners[0]
 
 
-def installed(agent: Agent) -> Path:
-    """The folder of the agent's commands; it is installed there once."""
+def command_of(agent: Agent, program: str) -> list[str]:
+    """What starts the agent, whose command is `program`; it is installed once."""
+    if agent.driver:
+        return harness.command_of(harness.Client(agent.name, (agent.package,), agent.driver, ""))
     home = Path(os.environ.get("INFER_CLIENTS", Path.home() / ".cache" / "infer" / "clients"))
     folder = home / f"agent-{agent.name.replace(' ', '-').lower()}"
     if not (folder / "complete").exists():
+        check_node()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         subprocess.run(
@@ -271,7 +301,18 @@ def installed(agent: Agent) -> Path:
             timeout=900,
         )
         (folder / "complete").touch()
-    return folder / "node_modules" / ".bin"
+    return [str(folder / "node_modules" / ".bin" / program)]
+
+
+def check_node() -> None:
+    """With an older Node npm installs older agents without a word: their prompts have other sizes
+    than `told` and `untold` are for."""
+    done = subprocess.run(
+        ["node", "--version"], capture_output=True, check=True, text=True, encoding="utf-8"
+    )
+    version = done.stdout.strip()
+    major = int(version.removeprefix("v").partition(".")[0])
+    assert major >= MIN_NODE, f"this is Node {version}; the agents need {MIN_NODE} or later"
 
 
 def run(agent: Agent, url: str, folder: Path, told: int | None = None) -> str:
@@ -290,7 +331,7 @@ def run(agent: Agent, url: str, folder: Path, told: int | None = None) -> str:
     system = {"PATH": os.environ["PATH"], "HOME": str(home), "TERM": "dumb"}
     environment = {**system, **how.environment, **agent.environment}
     done = subprocess.run(
-        [str(installed(agent) / program), *options, *agent.arguments],
+        [*command_of(agent, program), *options, *agent.arguments],
         cwd=work,
         env=environment,
         stdin=subprocess.DEVNULL,

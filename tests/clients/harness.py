@@ -68,7 +68,14 @@ CLIENTS = (
         "openai (npm)",
         ("openai",),
         "openai_npm.mjs",
-        '`new OpenAI({ baseURL: "http://HOST:8000/v1", apiKey: KEY })`',
+        '`new OpenAI({ baseURL: "http://HOST:8000/v1", apiKey: KEY })`; with Node 20 npm installs'
+        " 6.49.0, which passed the same checks",
+    ),
+    Client(
+        "anthropic (npm)",
+        ("@anthropic-ai/sdk",),
+        "anthropic_npm.mjs",
+        '`new Anthropic({ baseURL: "http://HOST:8000", apiKey: KEY })`',
     ),
     Client(
         "langchain-openai",

@@ -53,6 +53,9 @@ def test_a_task(agent: Agent, tmp_path: Path) -> None:
         requests = finished(url)
     assert ANSWER in said
     assert (tmp_path / "task/work/note.txt").read_text(encoding="utf-8") == "The secret is 43.\n"
+    if agent.loaded:
+        shown = [agent.loaded in prompt for prompt in (runner.prompts[0], runner.prompts[-1])]
+        assert shown == [False, True]
     turns = [prompt for prompt in runner.prompts if QUESTION in prompt and "<tools>" in prompt]
     assert len(turns) >= len(steps) + 1
     assert all(request["outcome"] == "stop" for request in requests), requests

@@ -89,7 +89,8 @@ def test_what_pages_may_send_and_see() -> None:
     settings = {"cors_origins": "https://app.example"}
     reply = sent(asked, **settings)
     shown = reply.headers["access-control-expose-headers"].lower()
-    assert {"x-request-id", "x-warning", "retry-after"} <= set(shown.split(", "))
+    expected = {"x-request-id", "request-id", "x-warning", "retry-after"}
+    assert expected <= set(shown.split(", "))
 
     async def ask_first(app: App) -> dict[str, str]:
         heard: dict[str, str] = {}

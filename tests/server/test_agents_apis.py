@@ -20,10 +20,10 @@ from infer.text.grammars.compiler import Compiler, Vocabulary
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import format_named
 from infer.types import Request
-from tests.server.test_tool_loops import CITY, saying, script_of, tokenizer_of
+from tests.server.test_tool_loops import CITY, MISTRAL, saying, script_of, tokenizer_of
 from tests.support.checkpoints import END_ID
 from tests.support.doubles import core_of, make_hash_llm
-from tests.support.serving import CHAT, App, Reply, ask, with_app
+from tests.support.serving import CHAT, App, Reply, ask, spelled, with_app
 from tests.support.tool_conversations import OWN
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -278,6 +278,61 @@ def test_an_answer_cut_anywhere_is_taken_back(path: str, tmp_path: Path) -> None
             assert again.status == 200, (cut, answer, again.body)
 
     with_app(engine, use)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [(QWEN, CALL), (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}')],
+    ids=["JSON", "markup"],
+)
+@pytest.mark.parametrize("path", READ)
+def test_a_forced_call_cut_anywhere_is_that_of_a_chat(
+    path: str, template: str, text: str, tmp_path: Path
+) -> None:
+    """The script obeys no grammar, so the text is what a grammar gives. A call whose beginning
+    is there is a call, with the arguments so far."""
+    tokenizer = tokenizer_of(tmp_path, template)
+    limit = "max_tokens" if path == MESSAGES else "max_output_tokens"
+    forced: Any = {"type": "any"} if path == MESSAGES else "required"
+    seen = set[str]()
+
+    async def use(app: App) -> None:
+        for size in range(1, text.index("}") + 1):
+            more = {"tools": CHAT_TOOLS, "tool_choice": "required", "max_tokens": size}
+            chat = {"messages": [{"role": "user", "content": ASK}], **more}
+            [choice] = (await app.post(CHAT, chat)).json()["choices"]
+            [call] = choice["message"]["tool_calls"]
+            assert choice["message"]["content"] is None
+            body = body_for(path, tool_choice=forced, **{limit: size})
+            whole = (await app.post(path, body)).json()
+            events = events_of(await app.post(path, {**body, "stream": True}))
+            assert called(path, whole, events) == call["function"]
+            seen.add(call["function"]["arguments"])
+
+    with_app(saying(spelled(text), tokenizer), use)
+    assert {"", '{"ci', '{"city": "Ulm"'} <= seen
+
+
+def called(
+    path: str, whole: dict[str, Any], events: list[tuple[str, dict[str, Any]]]
+) -> dict[str, str]:
+    """Name and arguments of the only call, after a check that it is all of the answer, and that it
+    is known to be cut."""
+    if path == RESPONSES:
+        [item] = whole["output"]
+        assert without_ids(response_of(events)["output"]) == without_ids([item])
+        assert (whole["status"], item["status"]) == ("incomplete", "incomplete")
+        pieces = [fields["delta"] for name, fields in events if name.endswith("arguments.delta")]
+        assert item["arguments"] == ("".join(pieces) or "{}")
+        return {"name": item["name"], "arguments": "".join(pieces)}
+    [block] = whole["content"]
+    [started] = [fields["content_block"] for name, fields in events if name.endswith("k_start")]
+    assert without_ids(started) == without_ids({**block, "input": {}})
+    assert whole["stop_reason"] == "max_tokens"
+    assert block["input"] == {}  # an object that was not closed is none
+    deltas = [fields["delta"] for name, fields in events if name == "content_block_delta"]
+    arguments = "".join(delta["partial_json"] for delta in deltas)
+    return {"name": block["name"], "arguments": arguments}
 
 
 def prompt_of(body: CountTokensBody | InputTokensBody) -> list[dict[str, Any]]:

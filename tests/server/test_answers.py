@@ -369,6 +369,7 @@ def test_request_ids(offered: str, echoed: bool) -> None:
             await app.get("/nothing", **{"x-request-id": offered}),
         ):
             given = reply.headers["x-request-id"]
+            assert reply.headers["request-id"] == given  # where Anthropic's clients look
             assert (given == offered) == echoed
             assert echoed or re.fullmatch("[0-9a-f]{32}", given)
 

@@ -101,6 +101,7 @@ def test_what_is_answered_while_a_model_loads(transport: Transport, tmp_path: Pa
         request = b"POST /v1/completions HTTP/1.1\r\n" + named + b"x" * 300_000
         status, headers, body = asked(url, request)
         assert (status, headers["x-request-id"]) == (503, "mine-1")
+        assert headers["request-id"] == "mine-1"
         assert set(body) == {"error"}
         assert body["error"]["message"] == "the server is starting: it loads another"
         for path in (b"/v1/messages", b"//v1/messages/?beta=true", b"/v1/messages/count_tokens"):

@@ -109,6 +109,7 @@ def as_bytes(answer: ErrorAnswer, head: RequestHead | None) -> bytes:
         "content-length": str(len(body)),
         **answer.headers,
         "x-request-id": request_id,
+        "request-id": request_id,
         "x-content-type-options": "nosniff",
         "connection": "close",
     }

@@ -10,7 +10,6 @@ beginning of its arguments are there, and its arguments as they come.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +38,6 @@ from infer.types.grammar import Grammar
 
 _MAX_STEP_CHARS = 4096
 _MAX_TAIL_CHARS = 128
-_CALL_HEAD = '{"name": '
 
 
 class ForcedCalls(NamedTuple):
@@ -106,6 +104,11 @@ def forced_format(way: ToolFormat | None) -> ToolFormat:
 _OBJECTS = ToolFormat("objects", {}, lambda calls: "; ".join(write_json(calls)), is_bare=True)
 
 
+def json_heads(way: ToolFormat, names: Iterable[str]) -> dict[str, str]:
+    """The text of a call in JSON up to its arguments, by the name of its tool."""
+    return {name: f'{{"name": {json.dumps(name)}, "{way.arguments}": ' for name in names}
+
+
 def forced_calls(way: ToolFormat, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> Grammar:
     """The grammar of an answer that must be a call of one of the tools.
 
@@ -114,12 +117,13 @@ def forced_calls(way: ToolFormat, tools: Sequence[Mapping[str, Any]], *, paralle
     """
     opening, closing = way.forced
     begin, end = (opening and f"{opening}\n"), (closing and f"\n{closing}")
+    heads = json_heads(way, (tool["function"]["name"] for tool in tools))
     rules, names = [], []
     for i, tool in enumerate(tools):
         function = tool["function"]
-        head = f'{begin}{{"name": {json.dumps(function["name"])}, "{way.arguments}": '
+        head = json.dumps(begin + heads[function["name"]])
         names.append(f"call{i}")
-        rules.append(f"call{i}: {json.dumps(head)} arguments{i} {json.dumps('}' + end)}")
+        rules.append(f"call{i}: {head} arguments{i} {json.dumps('}' + end)}")
         rules.append(f"arguments{i}: {json_object(function.get('parameters') or {})}")
     between = json.dumps("\n" if begin else "; ")
     more = f"({between} call){{0,{MAX_FORCED_CALLS - 1}}}" if parallel else ""
@@ -134,23 +138,21 @@ def cut_calls(text: str, way: ToolFormat, names: Collection[str]) -> list[ToolCa
     completed if only one of `names` is possible; otherwise the last call is left out. None if the
     text is not the beginning of such calls.
     """
+    heads = json_heads(way, names)
     calls = list[ToolCall]()
     while True:
         text = text.lstrip("; \n")
-        match = re.match(r'\{"name": ("(?:[^"\\]|\\.)*")', text)
-        if match is None:
-            begun = text.removeprefix(_CALL_HEAD) if text.startswith(_CALL_HEAD) else ""
-            if not (text.startswith(_CALL_HEAD) or _CALL_HEAD.startswith(text)):
-                return calls or None
-            possible = [name for name in names if json.dumps(name).startswith(begun)]
-            return [*calls, ToolCall(possible[0], "")] if len(possible) == 1 else calls
-        name_text, rest = json.loads(match[1]), text[match.end() :]
-        head = f', "{way.arguments}": '
-        arguments = rest.removeprefix(head) if rest.startswith(head) else ""
+        name = next((name for name, head in heads.items() if text.startswith(head)), None)
+        if name is None:
+            possible = [name for name, head in heads.items() if head.startswith(text)]
+            if len(possible) == 1:
+                return [*calls, ToolCall(possible[0], "")]
+            return calls if possible or calls else None
+        arguments = text.removeprefix(heads[name])
         at = BracketEnd().find(arguments) if arguments.startswith("{") else -1
         if at < 0:
-            return [*calls, ToolCall(name_text, arguments)]
-        calls.append(ToolCall(name_text, arguments[:at]))
+            return [*calls, ToolCall(name, arguments)]
+        calls.append(ToolCall(name, arguments[:at]))
         text = arguments[at:].removeprefix("}")
         if not text.strip("; \n"):
             return calls

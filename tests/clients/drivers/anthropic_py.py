@@ -28,6 +28,8 @@ from checks import (
 )
 
 SHORT = {"model": MODEL, "messages": QUESTION, "max_tokens": 16, "extra_body": {"temperature": 0}}
+THINKING = "llama.cpp.Qwen-QwQ-32B"
+"""Its template reads whether a request asks for thoughts."""
 TOOLS = [{"name": "weather", "description": "How the weather is.", "input_schema": WEATHER}]
 LOOPED = [
     {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
@@ -51,6 +53,7 @@ def sync(client: anthropic.Anthropic) -> None:
         assert (done.role, done.stop_reason) == ("assistant", "max_tokens")
         assert text_of(done)
         assert done.usage.output_tokens == 16
+        assert done._request_id
         blocks = [{"role": "user", "content": [{"type": "text", "text": QUESTION[0]["content"]}]}]
         assert text_of(client.messages.create(**{**SHORT, "messages": blocks})) == text_of(done)
 
@@ -191,8 +194,24 @@ def runner(client: anthropic.Anthropic, name: str) -> None:
     assert (asked, text_of(last)) == (CITIES, LOOP_ANSWER), (name, asked, text_of(last))
 
 
+def thinking(client: anthropic.Anthropic) -> None:
+    """What a template that reads it does when it is on, and off."""
+    question = [{"role": "user", "content": "Weather?"}]
+    how = {"model": THINKING, "messages": question, "max_tokens": 2000}
+    with client.messages.stream(**how, thinking={"type": "enabled", "budget_tokens": 1024}) as told:
+        pieces = "".join(event.thinking for event in told if event.type == "thinking")
+        thought, *rest = told.get_final_message().content
+    assert (thought.type, thought.thinking, pieces) == ("thinking", "It asks.", "It asks.")
+    silent = client.messages.create(**how, thinking={"type": "disabled"}).content
+    assert "thinking" not in {block.type for block in [*rest, *silent]}
+    assert rest
+    assert silent
+
+
 def loops(client: anthropic.Anthropic) -> None:
     """With each template."""
+    with check("thinking"):
+        thinking(client)
     for streams in (False, True):
         with check(loops_name(streams)):
             for name in loop_models():

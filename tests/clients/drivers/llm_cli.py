@@ -107,7 +107,7 @@ with check("tools"):
 
 with check("errors"):
     with raises(RuntimeError, "max_tokens must be between 1"):
-        run("-m", MODEL, STORY, "-o", "max_tokens", "-1")
+        run("-m", MODEL, STORY, "-o", "max_tokens", "-3")
     with raises(RuntimeError, "key"):
         run("-m", MODEL, STORY, "--key", "wrong")
 

@@ -96,8 +96,10 @@ class RequestContext:
 
     @property
     def standard_headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that every answer gets."""
+        """The headers that every answer gets. Anthropic's clients read the id from `request-id`."""
+        request_id = self.shown_id.encode("ascii")
         return [
-            (b"x-request-id", self.shown_id.encode("ascii")),
+            (b"x-request-id", request_id),
+            (b"request-id", request_id),
             (b"x-content-type-options", b"nosniff"),
         ]

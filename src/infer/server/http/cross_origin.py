@@ -18,7 +18,8 @@ from infer.server.http.error_responses import HttpError, describe
 
 _METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")
 _SHOWN_HEADERS = (
-    *("x-request-id", "x-warning", "x-ignored-params", "x-truncated-messages", "retry-after"),
+    *("x-request-id", "request-id", "retry-after"),
+    *("x-warning", "x-ignored-params", "x-truncated-messages"),
 )
 """headers of an answer that pages may read, in addition to those that browsers always show"""
 
