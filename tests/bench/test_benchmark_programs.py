@@ -63,6 +63,7 @@ NEED_KERNELS = {
     "attention": loader.available(),
     "floor": native_obstacle(),
     "linear": native_obstacle(),
+    "overhead_runner": loader.available(),
     "quality": native_obstacle(),
 }
 
