@@ -69,7 +69,7 @@ def measure(options: argparse.Namespace, num_sequences: int) -> str:
         num_threads=options.threads,
         max_seq_len=512 if options.model is None else 2048,
     )
-    core, _ = prepare(settings, beside_server=True).build(lambda request_id: None)
+    core, _ = prepare(settings, num_fronts=1).build(lambda request_id: None)
     clock = Clock()
     clock.watch(core)
     num_steps = PERIOD * (2 * options.periods + 2)

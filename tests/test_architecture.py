@@ -39,11 +39,12 @@ class Level(NamedTuple):
 LEVELS = (
     Level(
         "errors version threads signals log_fields load_stages control_groups readiness"
-        " readable_text extras fair_queue",
+        " readable_text extras fair_queue child_process",
         "exceptions that users see; the version; threads that end before the interpreter;"
         " which signals end a server; owners that take turns;"
         " what lines of the log carry; which part of a load begins; the limits of a container;"
-        " waiting for a file; valid text of any path; how to install an optional part",
+        " waiting for a file; valid text of any path; how to install an optional part; processes"
+        " that end with another one",
     ),
     Level(
         "types config files kernels.loader main_memory",
@@ -111,7 +112,10 @@ LEVELS = (
         "replicas.process_transport replicas.link_transport",
         "what carries the conversation with an engine",
     ),
-    Level("replicas.launch", "an `AsyncLLM` over engine processes"),
+    Level(
+        "replicas.launch replicas.socket_link",
+        "an `AsyncLLM` over engine processes; an engine that several processes use",
+    ),
     Level("server.http", "connections, bodies, errors, the context of a request"),
     Level("server.observe server.ui", "traces, metrics, logs, spans; the page for browsers"),
     Level("server.tenancy", "keys, limits, shared prefixes"),
@@ -121,13 +125,12 @@ LEVELS = (
     Level("server.sessions", "conversations that the server keeps"),
     Level("server bench", "endpoints and their composition; workloads and reports"),
     Level(
-        "cluster.scaling cluster.ray_version cluster.cluster_settings"
-        " cluster.front_identity cluster.front_relay",
-        "what a front is, and how many engines there are to be",
+        "cluster.scaling cluster.ray_version cluster.cluster_settings",
+        "what may be set, and how many engines there are to be",
     ),
     Level(
         "cluster.shared_fronts cluster.ordered_stream",
-        "what the fronts of a cluster share; Ray's calls and streams as one stream",
+        "what the fronts of a cluster share; Ray's calls in order",
     ),
     Level("cluster.deployments", "the deployments of Ray Serve"),
     Level("cluster", "engines on several machines under one address"),

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from infer.cluster.front_relay import RelayedPeers
+from infer.server.front_relay import RelayedPeers
 from infer.server.tenancy.front_limits import FrontLimits
 from infer.server.tenancy.limit_messages import LimitAsk
 from tests.support.json_client import call

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from infer.cluster.ordered_stream import MISSING_S, CommandOrder, link_items
+from infer.cluster.ordered_stream import MISSING_S, CommandOrder
 from infer.engine.commands import Add, Command, Reset, Stop
 from infer.replicas.fleet import Fleet
 from infer.replicas.host import MAX_QUEUED_BYTES, ReplicaHost
@@ -27,6 +27,7 @@ from infer.replicas.messages import (
     frame_of,
 )
 from infer.replicas.routing import PrefixRouter
+from infer.replicas.socket_link import link_items
 from infer.types import Request, SamplingParams, StepOutput, TokenLogprobs
 from infer.types.step_events import StepEvents
 from tests.support.checkpoints import VOCAB_SIZE

@@ -22,12 +22,12 @@ from infer.cluster.cluster_settings import (
     why_too_many,
     why_too_many_together,
 )
-from infer.cluster.front_identity import new_front_name, seed_of_front
 from infer.cluster.ray_version import check_version, warn_without_haproxy
 from infer.cluster.scaling import engines_wanted
 from infer.config import EngineConfig
 from infer.errors import ConfigError
 from infer.replicas.host import EngineLoad
+from infer.server.front_identity import new_front_name, seed_of_front
 
 
 def test_strings_become_what_the_settings_are() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from infer.cluster.front_identity import seed_of_front
 from infer.engine.client.async_llm import AsyncLLM, Reservation
 from infer.errors import OverloadedError
+from infer.server.front_identity import seed_of_front
 from infer.types import Request
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import COMPLETIONS, App, completion_body, with_app

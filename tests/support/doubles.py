@@ -27,7 +27,7 @@ from infer.engine.client.mailbox import MailboxLimits
 from infer.engine.core import EngineCore
 from infer.engine.loop import Blueprint, EngineThread
 from infer.replicas.fleet import Fleet
-from infer.replicas.launch import launch_factory
+from infer.replicas.launch import LaunchedEngines, launch_factory, start_engines
 from infer.replicas.process_transport import ProcessTransport
 from infer.replicas.replica import Replica
 from infer.schedule.drafting import Drafter
@@ -420,7 +420,20 @@ def hash_blueprint(settings: dict[str, Any]) -> Blueprint:
 
 def launch_hash_llm(factory: str = f"{__name__}:hash_blueprint", **settings: Any) -> AsyncLLM:
     """`make_hash_llm` with the engine in a process of its own."""
-    limits = ("hang_s", "soft_limit_s", "max_pause_s", "standby_answer_s")
-    names = (*limits, "standby", "early", "seed", "fleet")
-    how = {name: settings.pop(name) for name in names if name in settings}
+    how = _how_to_launch(settings, "seed", "fleet")
     return launch_factory(factory, settings, **how)
+
+
+def start_hash_engines(
+    factory: str = f"{__name__}:hash_blueprint", **settings: Any
+) -> LaunchedEngines:
+    """The engines of `launch_hash_llm` without their façade."""
+    how = _how_to_launch(settings, "num_replicas")
+    return start_engines(factory, settings, **how)
+
+
+def _how_to_launch(settings: dict[str, Any], *more: str) -> dict[str, Any]:
+    """What says how to launch, taken out of settings."""
+    limits = ("hang_s", "soft_limit_s", "max_pause_s", "standby_answer_s")
+    names = (*limits, "standby", "early", *more)
+    return {name: settings.pop(name) for name in names if name in settings}

@@ -2,10 +2,10 @@
 
 `python observed_server.py OPTIONS` is `python -m infer.server OPTIONS` on the shipped model;
 `python observed_server.py hash JSON OPTIONS` has a hash model made with the settings in JSON (which
-answers in microseconds). `GET /test/stats` returns counts, memory, files, threads and tasks, and
-since the last call: the longest time for which the event loop was blocked, how long its thread
-computed between two iterations (which the machine's load does not change), and the time of each
-503.
+answers in microseconds); with `fronts` in it, without the route. `GET /test/stats` returns counts,
+memory, files, threads and tasks, and since the last call: the longest time for which the event loop
+was blocked, how long its thread computed between two iterations (which the machine's load does not
+change), and the time of each 503.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.cli.main import main
 from infer.engine.client.async_llm import AsyncLLM
 from infer.replicas.fleet import Fleet
-from infer.server import address, app, serve
+from infer.server import address, app, early_listener, front_keeper, front_places, serve
 from infer.server.settings import ServerSettings
 from infer.server.turn_away import TurnAway
 from tests.support.doubles import process_id, replicas_of
@@ -142,11 +142,19 @@ if __name__ == "__main__":
     vars(serve).update(create_app=create_app, TurnAway=TimedTurnAway)
     if sys.argv[1] != "hash":
         main(["serve", *sys.argv[1:]])
-    from tests.support.doubles import launch_hash_llm
+    from tests.support.doubles import launch_hash_llm, start_hash_engines
 
     how = json.loads(sys.argv[2])
     names = {field.name for field in dataclasses.fields(ServerSettings)}
     settings = ServerSettings(**{name: how.pop(name) for name in names & how.keys()})
+    if settings.fronts > 1:
+        with (
+            early_listener.listening(settings, "127.0.0.1", 0, ["hash"]) as listener,
+            front_places.front_places(listener, settings) as places,
+        ):
+            engines = start_hash_engines(num_replicas=settings.replicas, **how)
+            front_keeper.run_fronts(engines, places, listener, settings)
+        sys.exit()
     bound = address.bind(port=0, write_stall_s=settings.write_stall_s)
     with address.unix_socket(settings.uds) if settings.uds else bound as sock:
         serve.run(launch_hash_llm(**how), sock, settings)

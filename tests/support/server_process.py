@@ -100,6 +100,10 @@ class Served:
         """Ids of the current engine processes, one for each loaded model."""
         return self._named("infer-engine")
 
+    def front_pids(self) -> list[int]:
+        """Ids of the processes that answer HTTP, where there are several."""
+        return self._named("infer-front")
+
     def standby_pid(self) -> int | None:
         """Id of the process that can become the next engine; None if there is none, or if it is
         still importing."""

@@ -7,18 +7,17 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from infer.cluster.front_identity import new_front_name
-from infer.cluster.front_relay import FrontRelay, RelayedPeers, RelayError
 from infer.engine.client.async_llm import AsyncLLM
+from infer.server.front_exchange import FrontExchange
+from infer.server.front_identity import new_front_name
+from infer.server.front_relay import RelayedPeers, RelayError
 from infer.server.fronts import SeveralFronts
 from infer.server.tenancy.front_limits import AuthorityError, FrontLimits
-from infer.server.tenancy.limit_authority import LimitAuthority
-from infer.server.tenancy.limit_messages import decode_sync, encode
 from tests.support.serving import App, serving
 
 
 class SharedByFronts:
-    """What a `FrontsActor` is in a cluster."""
+    """The `FrontExchange` of fronts in one process, which may go."""
 
     def __init__(self, num_fronts: int) -> None:
         self._num_fronts = num_fronts
@@ -26,26 +25,25 @@ class SharedByFronts:
 
     def renew(self) -> None:
         """Be another one, after the death of the first."""
-        self._authority = LimitAuthority(self._num_fronts)
-        self._relay = FrontRelay()
+        self._exchange = FrontExchange(self._num_fronts)
         self.has_gone = False
 
     async def sync(self, said: bytes) -> bytes:
         if self.has_gone:
             raise AuthorityError("its process has gone")
-        return encode(self._authority.sync(decode_sync(said)))
+        return await self._exchange.sync(said)
 
     async def next_question(self, front: str) -> tuple[int, bytes] | None:
         self._check()
-        return await self._relay.next_question(front)
+        return await self._exchange.next_question(front)
 
     async def answer(self, front: str, number: int, data: bytes) -> None:
         self._check()
-        await self._relay.answer(front, number, data)
+        await self._exchange.answer(front, number, data)
 
     async def ask(self, front: str, question: bytes, timeout_s: float) -> dict[str, bytes | None]:
         self._check()
-        return await self._relay.ask(front, question, timeout_s)
+        return await self._exchange.ask(front, question, timeout_s)
 
     def _check(self) -> None:
         if self.has_gone:

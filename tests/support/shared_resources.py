@@ -252,7 +252,13 @@ LIMITED = (
                 "FrontQueries._places_of:WeakValueDictionary",
             ),
             *_at("server/app.py", "create_app.views:FrontQueries"),
-            *_at("cluster/front_relay.py", "_Known.questions:Queue"),
+            *_at(
+                "server/front_relay.py",
+                "FrontRelay.next_question.known:_Known",
+                "_Known.questions:Queue",
+            ),
+            *_at("server/front_exchange.py", "FrontExchange._relay:FrontRelay"),
+            *_at("server/front_keeper.py", "FrontKeeper._exchange:FrontExchange"),
         ),
         refused_at=(
             *_at("server/fronts.py", "FrontQueries._ask_in_turn:OverloadedError"),
@@ -389,6 +395,7 @@ UNLIMITED = (
             *_at(
                 "server/serve.py",
                 "_check_stores:SessionStore",
+                "_check_stores:SessionStore#2",
                 "_router.router:ModelRouter",
                 "run.server:Server",
             ),
@@ -400,6 +407,26 @@ UNLIMITED = (
             ),
             *_at("server/serve.py", "Server._reload:Reload", "_probes_of:ProbeServer"),
             *_at("server/reload.py", "Reload._run:to_thread", "Reload._run:to_thread#2"),
+            *_at(
+                "server/front_keeper.py",
+                "FrontKeeper._keep.code:to_thread",
+                "FrontKeeper._let_listen:to_thread",
+                "FrontKeeper._read.found:to_thread",
+                "run_fronts.keeper:FrontKeeper",
+                "run_fronts:ThreadPoolExecutor",
+            ),
+            *_at(
+                "server/front_places.py",
+                "FrontPlace.start.front:FrontProcess",
+                "FrontProcess.__init__.popen:Popen",
+                "front_places.place:FrontPlace",
+                "front_places.places:FrontPlace",
+            ),
+            *_at(
+                "server/front_process.py",
+                "FrontServer._probes:ProbeServer",
+                "_server:FrontServer",
+            ),
             *_at("signals.py", "write_stacks_at:Thread"),
             *_at("cli/api_keys.py", "purge.store:SessionStore"),
             *_at("cli/pressed_keys.py", "pressed_keys.reader:BackgroundThread"),
@@ -496,7 +523,7 @@ UNLIMITED = (
         why="Only requests that have a place in the queue of the engine come here.",
     ),
     SharedResource(
-        name="links of a cluster",
+        name="links between fronts and engines",
         made_at=(
             *_at(
                 "cluster/deployments.py",
@@ -517,6 +544,7 @@ UNLIMITED = (
             ),
             *_at("cluster/ordered_stream.py", "CommandOrder._lock:Lock"),
             *_at("replicas/link_transport.py", "LinkTransport._heart:BackgroundThread"),
+            *_at("replicas/socket_link.py", "SocketLink._sending:Lock"),
             *_at("cluster/shared_fronts.py", "SharedFronts._finding:to_thread"),
         ),
         why="One belongs to a front and an engine; no caller makes one.",

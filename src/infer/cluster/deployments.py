@@ -40,9 +40,7 @@ from infer.cluster.cluster_settings import (
     why_too_many,
     why_too_many_together,
 )
-from infer.cluster.front_identity import new_front_name, seed_of_front
-from infer.cluster.front_relay import RelayedPeers
-from infer.cluster.ordered_stream import CommandOrder, link_items
+from infer.cluster.ordered_stream import ITEM_S, CommandOrder
 from infer.cluster.ray_version import check_version, warn_without_haproxy
 from infer.cluster.scaling import engines_wanted
 from infer.cluster.shared_fronts import NAMESPACE, SharedFronts
@@ -57,8 +55,11 @@ from infer.replicas.messages import Description, Text, decode_description, encod
 from infer.replicas.process_transport import ProcessTransport
 from infer.replicas.replica import Replica
 from infer.replicas.routing import make_router
+from infer.replicas.socket_link import link_items
 from infer.replicas.standby import Standby
 from infer.server.app import create_app, layers
+from infer.server.front_identity import new_front_name, seed_of_front
+from infer.server.front_relay import RelayedPeers
 from infer.server.fronts import SeveralFronts
 from infer.server.loaded_models import LoadedModels
 from infer.server.multi_model import ModelRouter
@@ -194,7 +195,7 @@ class EngineActor:
         """The items for a front; `number`: of this link of the front."""
         host = await self._serving()
         try:
-            async for item in link_items(host, front):
+            async for item in link_items(host, front, every_s=ITEM_S):
                 yield item
         finally:
             self._order.forget(front, number)

@@ -1,18 +1,13 @@
-"""Ray's calls and streams as one ordered stream in each direction; nothing here imports Ray
+"""`CommandOrder`: Ray's calls of an actor as one ordered stream; nothing here imports Ray
 
-Ray's calls of an actor may come in another order than they were made: `CommandOrder` puts the
-commands of fronts in order. What goes to a front is one streaming call: `link_items`.
+They may come in another order than they were made. What goes to a front is one streaming call:
+`replicas.socket_link.link_items`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator
-
-from infer.replicas.host import ReplicaHost
 
 MISSING_S = 3.0
 """seconds for which commands wait for an earlier one before their link is dropped"""
@@ -82,34 +77,3 @@ class _Arrivals:
     def is_incomplete(self) -> bool:
         """See `CommandOrder.incomplete`."""
         return bool(self._early) and time.monotonic() - self._complete_s > MISSING_S
-
-
-async def link_items(
-    host: ReplicaHost, front: str, *, every_s: float = ITEM_S
-) -> AsyncIterator[bytes]:
-    """The items for a front until its link ends, each with all that has happened since the last.
-
-    `every_s`: seconds between two of them, at least.
-    """
-    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
-    next_s = loop.time()
-
-    def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and so will the link
-            loop.call_soon_threadsafe(arrived.set)
-
-    link = host.attach(front, wake)
-    try:
-        while True:
-            if (early_s := next_s - loop.time()) > 0:
-                await asyncio.sleep(early_s)
-            arrived.clear()
-            if (item := link.take()) is not None:
-                next_s = loop.time() + every_s
-                yield item
-            elif link.is_closed:
-                return
-            else:
-                await arrived.wait()
-    finally:
-        host.detach(front, link)

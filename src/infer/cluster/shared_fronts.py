@@ -8,37 +8,16 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError
 
-from infer.cluster.front_relay import FrontRelay, RelayError
+from infer.server.front_exchange import FrontExchange
+from infer.server.front_relay import RelayError
 from infer.server.tenancy.front_limits import AuthorityError
-from infer.server.tenancy.limit_authority import LimitAuthority
-from infer.server.tenancy.limit_messages import decode_sync, encode
 
 NAMESPACE = "infer"
 """of the actors that have names"""
 
 
-class FrontsActor:
-    """What all fronts share: the limits of keys, and the way to each other; an actor of Ray."""
-
-    def __init__(self, num_fronts: int) -> None:
-        self._authority = LimitAuthority(num_fronts)
-        self._relay = FrontRelay()
-
-    async def sync(self, said: bytes) -> bytes:
-        """See `LimitAuthority.sync`; both in msgpack."""
-        return encode(self._authority.sync(decode_sync(said)))
-
-    async def next_question(self, front: str) -> tuple[int, bytes] | None:
-        """See `FrontRelay`."""
-        return await self._relay.next_question(front)
-
-    async def answer(self, front: str, number: int, data: bytes) -> None:
-        """See `FrontRelay`."""
-        await self._relay.answer(front, number, data)
-
-    async def ask(self, front: str, question: bytes, timeout_s: float) -> dict[str, bytes | None]:
-        """See `FrontRelay`."""
-        return await self._relay.ask(front, question, timeout_s)
+class FrontsActor(FrontExchange):
+    """What all fronts share, as an actor of Ray."""
 
 
 class SharedFronts:

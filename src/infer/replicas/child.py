@@ -14,24 +14,22 @@ After `Prepare` it stands by: it has imported what an engine needs, holds no GPU
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import gc
 import itertools
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from pkgutil import resolve_name
 
 import infer.replicas.messages as messages
+from infer.child_process import be_known_as, end_with
 from infer.engine.build.server_memory import ENGINE_NAME
 from infer.engine.commands import Command
 from infer.engine.engine_client import HEARTBEAT_S
@@ -48,7 +46,6 @@ WRAP_VARIABLE = "INFER_WRAP_CORE"
 one that fails on purpose"""
 STANDBY_NAME = "infer-standby"
 """name by which `ps` and `top` show the process when it can become an engine"""
-_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 _ENGINE_OOM_SCORE, _STANDBY_OOM_SCORE = 500, 1000
 """how early the system ends it when memory runs out; see `oom_score_adj` in proc(5). The parent can
 start another engine, and loses nothing with a standby."""
@@ -62,23 +59,6 @@ class _LogToParent(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):
             self._channel.send(messages.Log(record.name, record.levelno, self.format(record)))
-
-
-def _end_with(parent: int) -> None:
-    """Have the system end this process when its parent ends. Where it cannot (macOS), the thread
-    that reads from the parent ends it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def _be_known_as(name: str, oom_score: int) -> None:
-    """Set the name of this process and how early the system ends it without memory."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text(str(oom_score), encoding="utf-8")
 
 
 def _write_stacks_when_asked(file: int) -> None:
@@ -109,7 +89,7 @@ def _prepare(factory: str) -> None:
     thread.start()
     thread.join()
     freeze_heap()
-    _be_known_as(STANDBY_NAME, _STANDBY_OOM_SCORE)
+    be_known_as(STANDBY_NAME, _STANDBY_OOM_SCORE)
 
 
 def _next(frames: Iterator[bytes | None]) -> messages.Inward:
@@ -154,7 +134,7 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
     """Run an engine; returns the exit code of the process. `stacks`: descriptor of the file that
     `DUMP_SIGNAL` and `FORCED_DUMP_SIGNAL` write to. `imports`: module that is imported first."""
     leave_signals_to_parent()
-    _end_with(parent)
+    end_with(parent)
     # A step waits at most this long, in seconds, for a thread that compiles a grammar, and loading
     # a model for the one that reads its vocabulary.
     sys.setswitchinterval(0.001)
@@ -167,7 +147,7 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
         _prepare(begin.factory)
         begin = _next(frames)
     assert isinstance(begin, messages.Begin), "an engine begins before it gets commands"
-    _be_known_as(ENGINE_NAME, _ENGINE_OOM_SCORE)
+    be_known_as(ENGINE_NAME, _ENGINE_OOM_SCORE)
     channel.send(messages.HasBegun())
     logger = logging.getLogger("infer")
     logger.addHandler(_LogToParent(channel))

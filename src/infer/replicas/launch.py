@@ -16,6 +16,7 @@ from typing import Any
 
 from infer.config import EngineConfig
 from infer.engine.build.machine_share import shares_of
+from infer.engine.build.server_memory import NUM_FRONTS
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor, log_defaults, log_tool_use
 from infer.engine.engine_client import SOFT_LIMIT_S
@@ -96,39 +97,65 @@ class FleetSettings:
         )
 
 
-def launch(
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedEngines:
+    """The engines of a model, ready and not started, with the text side of its checkpoint."""
+
+    replicas: Sequence[Replica]
+    text: Text
+    tokenizer: Tokenizer
+
+    def llm(self, fleet: FleetSettings, seed: int) -> AsyncLLM:
+        """The façade over a fleet of them, not started either."""
+        limits = fleet_limits([replica.limits for replica in self.replicas])
+        input_processor = InputProcessor(self.tokenizer, limits, seed, self.text.files.sampling)
+        return AsyncLLM(fleet.fleet(self.replicas), input_processor, self.text.model_name)
+
+
+def launch(config: EngineConfig, *, fleet: FleetSettings | None = None, **how: Any) -> AsyncLLM:
+    """Start the processes for `config` and wait until all are ready; the façade is not started yet.
+
+    `how`: see `launch_engines`, also for what is raised.
+    """
+    fleet = fleet or FleetSettings()
+    engines = launch_engines(config, num_replicas=fleet.replicas, **how)
+    engine = engines.llm(fleet, config.seed or 0)
+    engine.warm_workers()
+    return engine
+
+
+def launch_engines(
     config: EngineConfig,
     *,
+    num_replicas: int = 1,
+    num_fronts: int = 1,
     hang_s: float = HANG_S,
     load_timeout_s: float = LOAD_TIMEOUT_S,
     loads: Loads | None = None,
     standby: Standby | None = None,
     early: EarlyProcess | None = None,
-    fleet: FleetSettings | None = None,
-) -> AsyncLLM:
-    """Start the processes for `config` and wait until all are ready; the façade is not started yet.
+) -> LaunchedEngines:
+    """Start the processes for `config` and wait until all are ready.
 
-    Raises `LoadError` or `ConfigError`. `hang_s`: seconds without a report after which a process
-    is replaced. `load_timeout_s`: seconds after which an engine that is not ready is ended.
-    `loads`: lets another thread end the load. `standby`: gives the next process, if there is one;
-    all replicas share it, because they rarely die at the same time and the others serve meanwhile.
-    `early`: gives the process of the first engine, which has been started before.
+    Raises `LoadError` or `ConfigError`. `num_fronts`: processes that answer HTTP beside them, whose
+    memory counts. `hang_s`: seconds without a report after which a process is replaced.
+    `load_timeout_s`: seconds after which an engine that is not ready is ended. `loads`: lets
+    another thread end the load. `standby`: gives the next process, if there is one; all replicas
+    share it, because they rarely die at the same time and the others serve meanwhile. `early`:
+    gives the process of the first engine, which has been started before.
     """
-    fleet = fleet or FleetSettings()
-    engine = launch_factory(
+    fronts = {NUM_FRONTS: num_fronts} if num_fronts > 1 else {}
+    return start_engines(
         FACTORY,
-        dataclasses.asdict(config),
-        seed=config.seed or 0,
+        {**dataclasses.asdict(config), **fronts},
+        num_replicas=num_replicas,
         hang_s=hang_s,
         load_timeout_s=load_timeout_s,
         loads=loads,
         standby=standby,
         early=early,
-        fleet=fleet,
-        shares=shares_of(fleet.replicas, config.device),
+        shares=shares_of(num_replicas, config.device),
     )
-    engine.warm_workers()
-    return engine
 
 
 def launch_factory(
@@ -136,23 +163,35 @@ def launch_factory(
     settings: Mapping[str, Any],
     *,
     seed: int = 0,
+    fleet: FleetSettings | None = None,
+    **how: Any,
+) -> AsyncLLM:
+    """`launch` for any `module:function` that makes a `Blueprint` of `settings`; `how`: see
+    `start_engines`."""
+    fleet = fleet or FleetSettings()
+    return start_engines(factory, settings, num_replicas=fleet.replicas, **how).llm(fleet, seed)
+
+
+def start_engines(
+    factory: str,
+    settings: Mapping[str, Any],
+    *,
+    num_replicas: int = 1,
     loads: Loads | None = None,
     standby: Standby | None = None,
     early: EarlyProcess | None = None,
-    fleet: FleetSettings | None = None,
     shares: Sequence[Mapping[str, Any]] | None = None,
     **how: Any,
-) -> AsyncLLM:
-    """`launch` for any `module:function` that makes a `Blueprint` of `settings`; `shares`: further
-    settings of each engine, `how`: further arguments of `ProcessTransport`."""
-    fleet = fleet or FleetSettings()
+) -> LaunchedEngines:
+    """`launch_engines` for any `module:function` that makes a `Blueprint` of `settings`; `shares`:
+    further settings of each engine, `how`: further arguments of `ProcessTransport`."""
     names = ["engine"]
-    if fleet.replicas > 1:
-        names = [f"replica-{number + 1}" for number in range(fleet.replicas)]
+    if num_replicas > 1:
+        names = [f"replica-{number + 1}" for number in range(num_replicas)]
     processes = []
-    for name, share in zip(names, shares or [{}] * fleet.replicas, strict=True):
+    for name, share in zip(names, shares or [{}] * num_replicas, strict=True):
         mine = {**how, "standby": standby, "spawned": early.take() if early else None}
-        if fleet.replicas > 1:
+        if num_replicas > 1:
             mine["log_fields"] = {"replica": name}
         processes.append(ProcessTransport(factory, {**settings, **share}, **mine))
     texts: list[tuple[Text, Tokenizer]] = []
@@ -181,6 +220,4 @@ def launch_factory(
         Replica(name, ready.limits, process, ready=ready, soft_limit_s=soft_limit_s)
         for name, ready, process in zip(names, readies, processes, strict=True)
     ]
-    limits = fleet_limits([replica.limits for replica in replicas])
-    input_processor = InputProcessor(tokenizer, limits, seed, text.files.sampling)
-    return AsyncLLM(fleet.fleet(replicas), input_processor, text.model_name)
+    return LaunchedEngines(replicas=replicas, text=text, tokenizer=tokenizer)

@@ -358,7 +358,11 @@ def _with_shared_samplings(commands: Sequence[Command]) -> list[Command]:
 
 def frame_of(message: Inward | Outward) -> bytes:
     """A message with its length; raises as `encode` does."""
-    body = encode(message)
+    return framed(encode(message))
+
+
+def framed(body: bytes) -> bytes:
+    """The body of a frame with its length."""
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 
@@ -382,6 +386,18 @@ class FrameBuffer:
             frame = bytes(self._bytes[_LENGTH_BYTES:end])
             del self._bytes[:end]
             yield frame
+
+    def whole(self) -> bytes:
+        """The frames that are complete, with their lengths; each is given once."""
+        end, have = 0, len(self._bytes)
+        while have - end >= _LENGTH_BYTES:
+            size = int.from_bytes(self._bytes[end : end + _LENGTH_BYTES], "little")
+            if end + _LENGTH_BYTES + size > have:
+                break
+            end += _LENGTH_BYTES + size
+        found = bytes(self._bytes[:end])
+        del self._bytes[:end]
+        return found
 
 
 class Channel:

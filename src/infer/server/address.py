@@ -62,19 +62,49 @@ def bind(
         raise ConfigError("host", f"{host!r} is not an address or name of this machine") from None
     sock = _ListeningSocket(family, kind, proto)
     try:
-        # Accepted connections inherit it. Without it each answer on a kept connection waits 40 ms
-        # for the client's acknowledgement of its head, and tokens come in bursts.
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.send_buffer_bytes)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):
-            stall_ms = min(int(write_stall_s * 1000), 2**31 - 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
+        _set_options(sock, write_stall_s, limits)
         sock.bind(address)
     except OSError as error:
         sock.close()
         raise _no_address(error, host, port) from None
     return sock
+
+
+def _set_options(sock: socket.socket, write_stall_s: float, limits: ServerLimits) -> None:
+    # Accepted connections inherit it. Without it each answer on a kept connection waits 40 ms
+    # for the client's acknowledgement of its head, and tokens come in bursts.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, limits.send_buffer_bytes)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        stall_ms = min(int(write_stall_s * 1000), 2**31 - 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, stall_ms)
+
+
+def join(
+    sock: socket.socket,
+    write_stall_s: float = ServerSettings.write_stall_s,
+    limits: ServerLimits = SERVER_LIMITS,
+) -> socket.socket:
+    """A further socket at the address of one of `bind`, which holds it for this user: the system
+    gives each new connection to one of those that listen. Linux only; raises `ConfigError`."""
+    host, port = sock.getsockname()[:2]
+    further = _ListeningSocket(sock.family, sock.type, sock.proto)
+    try:
+        _set_options(further, write_stall_s, limits)
+        # Not before `bind`: so a port that another server has is refused to this one.
+        for each in (sock, further):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        further.bind(sock.getsockname())
+    except OSError as error:
+        further.close()
+        raise _no_address(error, host, port) from None
+    return further
+
+
+def of_descriptor(number: int) -> socket.socket:
+    """A socket of `bind` that another process has given to this one."""
+    return _ListeningSocket(fileno=number)
 
 
 def _no_address(error: OSError, host: str, port: int) -> ConfigError:

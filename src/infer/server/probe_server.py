@@ -8,6 +8,7 @@ hold as on a server without keys.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import socket
 from collections.abc import Callable, Sequence
@@ -90,12 +91,13 @@ class ProbeServer:
         )
         self._state = ServerState()
         self._server: asyncio.Server | None = None
+        self._make: Callable[[], asyncio.Protocol] | None = None
 
     async def start(self, begun: Sequence[socket.socket] = ()) -> None:
         """Answer. `begun`: connections that have been accepted before."""
         self._config.load()
         loop = asyncio.get_running_loop()
-        make = functools.partial(
+        self._make = make = functools.partial(
             cast(Callable[..., Any], self._config.http_protocol_class),
             config=self._config,
             server_state=self._state,
@@ -104,7 +106,13 @@ class ProbeServer:
         )
         self._server = await loop.create_server(make, sock=self._sock)
         for connection in begun:
-            await loop.connect_accepted_socket(make, connection)
+            await self.take(connection)
+
+    async def take(self, connection: socket.socket) -> None:
+        """Serve a connection that has been accepted elsewhere; after `start`."""
+        assert self._make is not None
+        with contextlib.suppress(OSError):  # it has gone
+            await asyncio.get_running_loop().connect_accepted_socket(self._make, connection)
 
     async def close(self) -> None:
         """Close the port, and the connections once they are answered."""

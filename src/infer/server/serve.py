@@ -37,13 +37,16 @@ from starlette.applications import Starlette
 from infer.config import DEFAULT_HOST, DEFAULT_PORT, EngineConfig
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.loop import freeze_heap
-from infer.errors import ConfigError
-from infer.replicas.launch import FleetSettings, Loads, standing_by
+from infer.errors import ConfigError, InferError
+from infer.replicas.launch import FleetSettings, Loads, launch_engines, standing_by
 from infer.replicas.spawned import EarlyProcess
+from infer.replicas.standby import Standby
 from infer.server.address import cannot_listen, take_no_more, url_of
 from infer.server.app import create_app, layers
 from infer.server.certificate import LOOK_S, Certificate
 from infer.server.early_listener import EarlyListener, listening
+from infer.server.front_keeper import run_fronts
+from infer.server.front_places import front_places
 from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
 from infer.server.http.tls_connection import accept_tls
@@ -61,7 +64,8 @@ from infer.server.screen import Screen, Served
 from infer.server.served_models import Presets, names_of
 from infer.server.service_manager import ServiceManager
 from infer.server.sessions import NO_SESSIONS
-from infer.server.sessions.store import SessionStore
+from infer.server.sessions.routes import default_url
+from infer.server.sessions.store import SessionStore, is_in_memory
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Keys
 from infer.server.turn_away import TurnAway
@@ -111,7 +115,7 @@ class Server(uvicorn.Server):
         self._limits = most = settings.limits
         whole = ConnectionLimits(settings.max_connections, most.probe_connections)
         self._places = places = Connections(connection_limits(whole))
-        app, turn_away = _app_of(engine, settings, page)
+        app, turn_away = self._app_of(engine, settings, page)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -151,6 +155,25 @@ class Server(uvicorn.Server):
         """since the last full garbage collection; less the more connections there are"""
         self._hurry = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    def _app_of(
+        self, engine: AsyncLLM | ModelRouter, settings: ServerSettings, page: Page | None
+    ) -> tuple[Starlette, TurnAway | None]:
+        """The app over an engine or several, and what refuses requests by their headers."""
+        if isinstance(engine, ModelRouter):
+            outer = layers(settings, (engine.seen,), page=page)
+            return engine.make_app(outer, settings.status_when_full), None
+        app = self._app_of_one(engine, settings, page)
+        if settings.api_keys is not None:
+            return app, None
+        on_end = (app.state.metrics.seen, log_request)
+        paths, status = app.state.generating_paths, settings.status_when_full
+        return app, TurnAway(engine, paths, on_end, status)
+
+    def _app_of_one(
+        self, engine: AsyncLLM, settings: ServerSettings, page: Page | None
+    ) -> Starlette:
+        return create_app(engine, settings, page=page)
 
     @property
     def settings(self) -> ServerSettings:
@@ -345,21 +368,6 @@ def _probes_of(
     return ProbeServer(early.metrics.sock, views, settings, places)
 
 
-def _app_of(
-    engine: AsyncLLM | ModelRouter, settings: ServerSettings, page: Page | None
-) -> tuple[Starlette, TurnAway | None]:
-    """The app over an engine or several, and what refuses requests by their headers."""
-    if isinstance(engine, ModelRouter):
-        outer = layers(settings, (engine.seen,), page=page)
-        return engine.make_app(outer, settings.status_when_full), None
-    app = create_app(engine, settings, page=page)
-    if settings.api_keys is not None:
-        return app, None
-    on_end = (app.state.metrics.seen, log_request)
-    paths, status = app.state.generating_paths, settings.status_when_full
-    return app, TurnAway(engine, paths, on_end, status)
-
-
 def serve_config(
     config: EngineConfig | Mapping[str, EngineConfig],
     settings: ServerSettings,
@@ -396,28 +404,67 @@ def serve_config(
         page = Page() if settings.ui else None
         freeze_heap()  # while the engine's process imports; `run` does it again for the rest
         standby = held.enter_context(standing_by(settings.standby and not in_thread))
-        launch: Callable[[EngineConfig], AsyncLLM]
+        if settings.fronts > 1 and isinstance(config, EngineConfig):
+            ours = {"read_again": read_again, "hangup": hangup, "screen": screen}
+            _serve_by_fronts(config, settings, listener, standby, early, **ours)
+            return
         loads = Loads()
-        if in_thread:
-            from infer.engine.build.assemble import build_async_llm as launch  # this imports torch
-        else:
-            from infer.replicas.launch import launch as launch_process
-
-            launch = functools.partial(
-                launch_process,
-                hang_s=settings.hang_s,
-                load_timeout_s=settings.load_timeout_s,
-                loads=loads,
-                standby=standby,
-                early=early,
-                fleet=_fleet(settings),
-            )
+        start = _launcher(settings, loads, standby, early, in_thread=in_thread)
         engine: AsyncLLM | ModelRouter
         if isinstance(config, EngineConfig):
-            engine = launch(_with_seed(config))
+            engine = start(_with_seed(config))
         else:
-            engine = _router(config, launch, settings, loads, listener, presets)
+            engine = _router(config, start, settings, loads, listener, presets)
         run(engine, listener.sock, settings, listener, page, read_again, hangup, screen)
+
+
+def _launcher(
+    settings: ServerSettings,
+    loads: Loads,
+    standby: Standby | None,
+    early: EarlyProcess | None,
+    *,
+    in_thread: bool,
+) -> Callable[[EngineConfig], AsyncLLM]:
+    """What starts the engines of a model."""
+    if in_thread:
+        from infer.engine.build.assemble import build_async_llm  # this imports torch
+
+        return build_async_llm
+    from infer.replicas.launch import launch
+
+    return functools.partial(
+        launch,
+        hang_s=settings.hang_s,
+        load_timeout_s=settings.load_timeout_s,
+        loads=loads,
+        standby=standby,
+        early=early,
+        fleet=fleet_settings(settings),
+    )
+
+
+def _serve_by_fronts(
+    config: EngineConfig,
+    settings: ServerSettings,
+    listener: EarlyListener,
+    standby: Standby | None,
+    early: EarlyProcess | None,
+    **how: Any,
+) -> None:
+    """Serve one model by several processes that answer HTTP; `how`: see `run_fronts`."""
+    config = _with_seed(config)
+    with front_places(listener, settings) as places:
+        engines = launch_engines(
+            config,
+            num_replicas=settings.replicas,
+            num_fronts=settings.fronts,
+            hang_s=settings.hang_s,
+            load_timeout_s=settings.load_timeout_s,
+            standby=standby,
+            early=early,
+        )
+        run_fronts(engines, places, listener, settings, seed=config.seed or 0, **how)
 
 
 def _router(
@@ -468,6 +515,25 @@ def _check_combination(settings: ServerSettings, *, has_names: bool, in_thread: 
             raise ConfigError(field, "is for models with names: --model NAME=PATH-OR-HUB-ID")
     if in_thread and settings.replicas > 1:
         raise ConfigError("replicas", "need a process each: leave --engine-thread out")
+    if settings.fronts > 1:
+        _check_fronts(settings, has_names=has_names, in_thread=in_thread)
+
+
+def _check_fronts(settings: ServerSettings, *, has_names: bool, in_thread: bool) -> None:
+    """Raises `ConfigError` for what several processes at one port cannot do; see also
+    `ServerSettings`."""
+    if not sys.platform.startswith("linux"):
+        message = "more than 1 need Linux, which divides a port's connections among processes"
+        raise ConfigError("fronts", message)
+    if in_thread:
+        message = "more than 1 need an engine in a process of its own: leave --engine-thread out"
+        raise ConfigError("fronts", message)
+    if has_names:
+        message = "more than 1 serve one model, without a name: leave NAME= or --fronts out"
+        raise ConfigError("fronts", message)
+    if settings.sessions is not None and is_in_memory(settings.sessions):
+        message = "is in memory, and each of several fronts would have its own: name a file"
+        raise ConfigError("sessions", message)
 
 
 def _check_stores(settings: ServerSettings) -> None:
@@ -478,11 +544,17 @@ def _check_stores(settings: ServerSettings) -> None:
         Keys(Path(settings.api_keys))
     if settings.sessions not in (None, NO_SESSIONS):
         SessionStore(settings.sessions, limits=settings.limits).close()
+    elif settings.sessions is None and settings.fronts > 1:
+        # So that no two of them make its tables at the same time. One that cannot be made is said
+        # when it is used.
+        with contextlib.suppress(InferError):
+            SessionStore(default_url(), limits=settings.limits).close()
     if settings.tracing:
         check_packages()
 
 
-def _fleet(settings: ServerSettings) -> FleetSettings:
+def fleet_settings(settings: ServerSettings) -> FleetSettings:
+    """How the engines of a model stand in for each other."""
     return FleetSettings(
         replicas=settings.replicas,
         link_timeout_s=settings.link_timeout_s,
@@ -508,7 +580,6 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM, at the address that `bind` or `unix_socket` has bound; see
     `Server`, also for the rest. `page`: the settings' page, where it has been read before."""
-    sys.setswitchinterval(0.001)  # the seconds that the event loop waits for a parsing thread
     with sock:
         if page is None and settings is not None and settings.ui:
             page = Page()
@@ -522,6 +593,12 @@ def run(
             hangup=hangup,
             screen=screen or Screen(),
         )
-        freeze_heap()
-        gc.set_threshold(700, 10, _MAX_COLLECTIONS)  # `on_tick` does the full collections
-        server.serve_until_stopped()
+        serve_alone(server)
+
+
+def serve_alone(server: Server) -> None:
+    """Serve, in a process that does nothing else, until that is asked to end."""
+    sys.setswitchinterval(0.001)  # the seconds that the event loop waits for a parsing thread
+    freeze_heap()
+    gc.set_threshold(700, 10, _MAX_COLLECTIONS)  # `on_tick` does the full collections
+    server.serve_until_stopped()

@@ -32,6 +32,7 @@ from infer.types.server_limits import (
 )
 
 MAX_PORT = 65535
+MAX_FRONTS = 64
 PASSWORD_OF_URL = r"://[^/@\s]*?:([^/@\s]+)@"
 """the password in a URL such as that of a database"""
 
@@ -94,6 +95,11 @@ class ServerSettings:
         1,
         "Engines of each model, which stand in for each other; cores, memory or GPUs are divided.",
         is_common=True,
+    )
+    fronts: Annotated[int, Meta(ge=1, le=MAX_FRONTS)] = option(
+        1,
+        "Processes that answer HTTP at the same port, for one model: its streams then have as many"
+        " cores. Linux only.",
     )
     routing: Literal["prefix", "least", "round-robin"] = option(
         "prefix",
@@ -232,6 +238,7 @@ class ServerSettings:
             raise ConfigError("metrics_prefix", "must be letters, digits and _")
         if self.ssl_keyfile and not self.ssl_certfile:
             raise ConfigError("ssl_keyfile", "is of no use without ssl_certfile")
+        self._check_fronts()
         for origin in self.origins:
             if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/*]+", origin):
                 raise ConfigError("cors_origins", f"{origin!r} is not an origin like https://a.org")
@@ -241,6 +248,18 @@ class ServerSettings:
                 raise ConfigError(
                     "allowed_hosts", f"{host!r} is not a name like models.example.org"
                 )
+
+    def _check_fronts(self) -> None:
+        """Raises `ConfigError` for what several processes at one port cannot do; see also
+        `serve_config`."""
+        if self.fronts == 1:
+            return
+        if self.uds is not None:
+            message = "more than 1 need a port, whose connections the system divides among them"
+            raise ConfigError("fronts", f"{message}: leave --uds or --fronts out")
+        if self.models_dir is not None:
+            message = "more than 1 serve one model, and not a folder of models"
+            raise ConfigError("fronts", f"{message}: leave --models-dir or --fronts out")
 
     @property
     def status_when_full(self) -> int:

@@ -49,6 +49,7 @@ from infer.engine.build.runner_factory import (
     pages_that_fit,
 )
 from infer.engine.build.server_memory import (
+    NUM_FRONTS,
     held_bytes,
     memory_of_server,
     processes_beside,
@@ -120,13 +121,14 @@ def assemble(config: EngineConfig) -> EngineParts:
 
 
 def prepare(
-    config: EngineConfig, beside_server: bool = False, share: MachineShare | None = None
+    config: EngineConfig, num_fronts: int = 0, share: MachineShare | None = None
 ) -> Blueprint:
     """Do everything that needs no weights, and return the engine's blueprint.
 
-    `beside_server`: a server process shares the machine. `share`: the part of the machine that this
-    engine gets, where other engines share it. Raises `LoadError` for a checkpoint that cannot be
-    read, `ConfigError` for settings that are impossible or do not fit into memory.
+    `num_fronts`: processes of a server that answer HTTP and share the machine; 0: there is none.
+    `share`: the part of the machine that this engine gets, where other engines share it. Raises
+    `LoadError` for a checkpoint that cannot be read, `ConfigError` for settings that are impossible
+    or do not fit into memory.
     """
     main_memory.keep_freed_memory()
     begin_stage("reading the checkpoint")
@@ -144,9 +146,9 @@ def prepare(
     if draft is not None:
         check_vocabulary(text_of(checkpoint, config), draft)
     plan_with = planner(config, checkpoint, draft, device)
-    ledger = MemoryLedger() if beside_server and device.type == "cpu" else None
+    ledger = MemoryLedger() if num_fronts and device.type == "cpu" else None
     with reading(str(config.model)):
-        beside = (checkpoint, plan_with, share, config)
+        beside = (checkpoint, plan_with, share, config, num_fronts)
         plan = plan_with() if ledger is None else _plan_beside(ledger, *beside)
     ends_s = time.monotonic() + DEAD_ENGINE_S
     while device.type == "cuda" and not plan.fits and time.monotonic() < ends_s:
@@ -154,7 +156,7 @@ def prepare(
         plan = plan_with()
     if not plan.fits:
         if share is not None and device.type == "cpu":
-            _refuse_replicas(checkpoint, plan_with, share)
+            _refuse_replicas(checkpoint, plan_with, share, num_fronts)
         raise ConfigError(plan.field, f"{plan.advice}; the plan was\n{plan}")
     _log_formats(plan)
     if ledger is None:
@@ -168,7 +170,7 @@ def prepare(
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
             room = MemoryRoom() if ledger is None else _room_beside(ledger, plan)
             parts = checkpoint, draft, plan, (dtype, device), restrictions
-            return _build(config, *parts, announce, room, has_process=beside_server)
+            return _build(config, *parts, announce, room, has_process=num_fronts > 0)
 
     return Blueprint(
         model_name=readable(config.served_model_name or checkpoint.name),
@@ -221,6 +223,7 @@ def _plan_beside(
     plan_with: Callable[..., MemoryPlan],
     share: MachineShare | None,
     config: EngineConfig,
+    num_fronts: int,
 ) -> MemoryPlan:
     """The plan of an engine of a server, beside the other engines of this machine. The threads of
     this process live on its cores from now on."""
@@ -228,7 +231,8 @@ def _plan_beside(
     with ledger.planning():
         taken = ledger.cpus_of_others()
         beside = [pid for pid in processes_beside(os.getppid()) if pid != os.getpid()]
-        whole = memory_of_server(checkpoint.config.vocab_size, pids=[os.getpid(), *beside])
+        pids, size = [os.getpid(), *beside], checkpoint.config.vocab_size
+        whole = memory_of_server(size, pids=pids, num_fronts=num_fronts)
         memory = whole
         if share is not None:
             part = share.main_memory + sum(map(held_bytes, beside)) // share.count
@@ -282,11 +286,15 @@ def _room_beside(ledger: MemoryLedger, plan: MemoryPlan) -> Callable[[], int]:
 
 
 def _refuse_replicas(
-    checkpoint: Checkpoint, plan_with: Callable[..., MemoryPlan], share: MachineShare
+    checkpoint: Checkpoint,
+    plan_with: Callable[..., MemoryPlan],
+    share: MachineShare,
+    num_fronts: int,
 ) -> None:
     """Raise `ConfigError` if fewer engines would fit into main memory; it says how many."""
     free = share.main_memory_of_all
-    memory = memory_of_server(checkpoint.config.vocab_size, free=free)
+    size = checkpoint.config.vocab_size
+    memory = memory_of_server(size, free=free, num_fronts=num_fronts)
     num = replicas_that_fit(lambda count: plan_with(server=memory.divided(count)), share.count - 1)
     if num:
         raise ConfigError(
@@ -313,12 +321,12 @@ def pinned_settings(core: EngineCore, device: torch.device) -> dict[str, Any]:
 def prepare_process(settings: dict[str, Any]) -> Blueprint:
     """`prepare` for `replicas.child`, from the fields of an `EngineConfig`."""
     settings = dict(settings)
-    given = settings.pop(SETTING, None)
+    given, num_fronts = settings.pop(SETTING, None), settings.pop(NUM_FRONTS, 1)
     config = EngineConfig(**settings)
     if given is not None:
         share = MachineShare(**given)
-        return prepare(_with_share(config, share), beside_server=True, share=share)
-    return prepare(config, beside_server=True)
+        return prepare(_with_share(config, share), num_fronts, share)
+    return prepare(config, num_fronts)
 
 
 def _with_share(config: EngineConfig, share: MachineShare) -> EngineConfig:

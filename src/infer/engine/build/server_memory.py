@@ -18,6 +18,9 @@ from infer.main_memory import available_bytes, proc_bytes
 _MIB = 1 << 20
 STANDBY_ABOVE = 2 << 30
 """bytes of available main memory from which on `replicas.standby` has one"""
+NUM_FRONTS = "num_fronts"
+"""name of the number of processes that answer HTTP, where it is not 1, among the settings that an
+engine process gets"""
 ENGINE_NAME = "infer-engine"
 """name by which the system knows an engine process"""
 KEPT_BYTES, KEPT_SHARE = 300 * _MIB, 0.1
@@ -32,10 +35,15 @@ class ProcessNeed:
     num_bytes: int
 
 
-def needs_of_server(vocab_size: int, *, has_standby: bool = True) -> tuple[ProcessNeed, ...]:
-    """What the processes of a server with one model hold beside the engine's."""
+def needs_of_server(
+    vocab_size: int, *, has_standby: bool = True, num_fronts: int = 1
+) -> tuple[ProcessNeed, ...]:
+    """What the processes of a server with one model hold beside the engine's. `num_fronts`: those
+    that answer HTTP, each with workers of its own; several are beside the one that started them."""
+    api = 64 * _MIB + 2300 * vocab_size
     workers = 4 * 14 * _MIB + 2 * 1600 * vocab_size  # two compile templates, two grammars
-    needs = [ProcessNeed("API", 64 * _MIB + 2300 * vocab_size), ProcessNeed("workers", workers)]
+    num_apis = num_fronts if num_fronts == 1 else num_fronts + 1
+    needs = [ProcessNeed("API", num_apis * api), ProcessNeed("workers", num_fronts * workers)]
     if has_standby:
         needs.append(ProcessNeed("standby", 160 * _MIB))
     return tuple(needs)
@@ -86,18 +94,21 @@ def memory_of_server(
     *,
     free: int | None = None,
     pids: Sequence[int] = (),
+    num_fronts: int = 1,
     root: Path = ROOT,
 ) -> ServerMemory:
     """The memory of a server with one engine, on this machine.
 
     `free`: bytes to plan with instead of what the machine has, outside of any container. `pids`:
-    processes of the server that there are; what they hold is free for it."""
+    processes of the server that there are; what they hold is free for it. `num_fronts`: see
+    `needs_of_server`."""
     limit = None
     if free is None:
         free = available_bytes(root) + sum(held_bytes(pid, root) for pid in pids)
         limit = memory_limit(root)
     has_standby = free >= STANDBY_ABOVE
-    needs = (need_of_engine(vocab_size), *needs_of_server(vocab_size, has_standby=has_standby))
+    others = needs_of_server(vocab_size, has_standby=has_standby, num_fronts=num_fronts)
+    needs = (need_of_engine(vocab_size), *others)
     return ServerMemory(free, needs, 0 if limit is None else kept_bytes(limit))
 
 

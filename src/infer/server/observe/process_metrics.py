@@ -1,6 +1,7 @@
 """`ProcessMetrics`: what the server's processes use, with the names of Prometheus' own clients
 
-The label `process` tells them apart: `api`, and `engine-0` and so on by age. They are read from
+The label `process` tells them apart: `api`, and `engine-0` and so on by age; with several that
+answer HTTP each is `api`, and what has started them `keeper`. They are read from
 /proc for each scrape, in a thread; where there is none, as on macOS, nothing is shown.
 """
 
@@ -14,8 +15,8 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 _PROC = Path("/proc")
-_ENGINE = "infer-engine"
-"""name that an engine's process gives itself"""
+_ENGINE, _FRONT = "infer-engine", "infer-front"
+"""names that processes give themselves: of an engine, and of one of several that answer HTTP"""
 
 
 class _Numbers(NamedTuple):
@@ -63,12 +64,16 @@ class ProcessMetrics:
 
 
 def _processes() -> Iterator[tuple[str, int]]:
-    """This process, and the engines that it has started."""
+    """This process, and the engines that it has started, or that were started beside it."""
     own = os.getpid()
     yield "api", own
+    is_front = _text(_PROC / "self/comm").strip() == _FRONT
+    parent = os.getppid() if is_front else own
+    if is_front:
+        yield "keeper", parent
     pids = [
         int(pid)
-        for path in _PROC.glob(f"{own}/task/*/children")
+        for path in _PROC.glob(f"{parent}/task/*/children")
         for pid in _text(path).split()
         if _text(_PROC / pid / "comm").strip() == _ENGINE
     ]

@@ -491,6 +491,16 @@ def _add_missing_sizes(db: sql.Connection) -> None:
         db.execute(sql.insert(_sizes).from_select(["session", "messages", "bytes"], found))
 
 
+def is_in_memory(url: str) -> bool:
+    """Whether the database of a URL is one of this process alone."""
+    with suppress(SQLAlchemyError):  # opening it reports the error
+        where = sql.make_url(url)
+        path = where.database or ""
+        is_memory = path in ("", ":memory:") or (path.startswith("file:") and "memory" in path)
+        return where.get_backend_name() == "sqlite" and is_memory
+    return False
+
+
 def _make_private(url: str) -> None:
     """Make a database file readable for its owner only, whatever the umask is; SQLite gives the
     files beside it the same mode."""

@@ -1,6 +1,6 @@
-"""`LimitAuthority`: the buckets and open requests of all keys, for all fronts of a cluster
+"""`LimitAuthority`: the buckets and open requests of all keys, for all fronts of the same engines
 
-One exists in a cluster; `tenancy.front_limits` is the other side. It has no state on a disk. A new
+There is one for them; `tenancy.front_limits` is the other side. It has no state on a disk. A new
 one does not decide until all fronts have told it what is missing in their shares, or `GRACE_S` is
 over; so the death of an authority fills no bucket.
 """
@@ -99,6 +99,10 @@ class LimitAuthority:
             verdicts,
             self._levels(said.version),
         )
+
+    def forget(self, front: str) -> None:
+        """A front has gone: its open requests count no more."""
+        self._fronts.pop(front, None)
 
     def _decide(self, front: _Front, ask: LimitAsk, now_s: float) -> LimitVerdict:
         bucket_id = (ask.key, ask.bucket)

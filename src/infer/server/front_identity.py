@@ -1,6 +1,6 @@
-"""What sets one front of a cluster apart from the others: its name, and the seeds that it draws
+"""What sets one of several fronts apart from the others: its name, and the seeds that it draws
 
-Requests without a seed get one from their front. Two fronts of one deployment have the same
+Requests without a seed get one from their front. Fronts of the same engines have the same
 settings, so each derives a seed of its own from its name.
 """
 
@@ -17,7 +17,7 @@ def new_front_name() -> str:
 
 
 def seed_of_front(seed: int | None, front: str) -> int:
-    """The seed from which a front draws the seeds of its requests, from the deployment's (None =
+    """The seed from which a front draws the seeds of its requests, from the engines' (None =
     random) and its name; at least 0, below 2^62."""
     if seed is None:
         return secrets.randbits(62)

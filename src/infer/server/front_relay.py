@@ -1,8 +1,9 @@
 """`FrontRelay`: brings the questions of each front to all others; `RelayedPeers`: a front's side
 
-Fronts are processes that nothing but Ray Serve can call, so each waits for questions at one actor
-that all know. A front that has not come for the next question for `FORGET_S` has gone; before that
-it is named as missing. The relay holds nothing that must survive it.
+Nothing can call a front from outside, so each waits for questions at one place that all know: the
+process that has started them, or an actor of Ray. A front that has not come for the next question
+for `FORGET_S` has gone; before that it is named as missing. The relay holds nothing that must
+survive it.
 """
 
 from __future__ import annotations
@@ -65,6 +66,13 @@ class FrontRelay:
         self._numbers = itertools.count(1)
         self._waiting: dict[tuple[str, int], asyncio.Future[bytes]] = {}
 
+    def forget(self, front: str) -> None:
+        """A front has gone: it is asked no more, and nobody waits for its answers."""
+        self._fronts.pop(front, None)
+        for (name, _), waiting in self._waiting.items():
+            if name == front:
+                waiting.cancel()
+
     async def next_question(self, front: str) -> tuple[int, bytes] | None:
         known = self._fronts.setdefault(front, _Known(time.monotonic()))
         known.seen_s = time.monotonic()
@@ -102,7 +110,7 @@ class FrontRelay:
             await asyncio.wait(waiting.values(), timeout=timeout_s)
         for name, future in waiting.items():
             del self._waiting[name, number]
-            if future.done():
+            if future.done() and not future.cancelled():
                 answers[name] = future.result()
         return answers
 

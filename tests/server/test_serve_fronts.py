@@ -1,0 +1,327 @@
+"""`infer serve --fronts 2`: two processes answer at one port, and any process may die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infer.cli.main import main
+from tests.support.server_process import (
+    Heard,
+    Served,
+    bodies,
+    follow,
+    hash_server,
+    model_server,
+    served,
+)
+from tests.support.tenants import make
+
+STREAMS = 12
+Seen = tuple[int, dict[str, str], Any]
+"""status, headers and JSON of an answer"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Two fronts over an engine that takes 4 ms for a step."""
+    log = tmp_path_factory.mktemp("fronts") / "log"
+    with served(hash_server(fronts=2, step_s=0.004, max_batch_size=64), log) as found:
+        yield found
+
+
+def ask(port: int, method: str, path: str, body: Any = None, **headers: str) -> Seen:
+    """One request on a connection of its own."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    with contextlib.closing(connection):
+        data = None if body is None else json.dumps(body)
+        if data is not None:
+            headers = {"content-type": "application/json", **headers}
+        connection.request(method, path, data, headers)
+        answer = connection.getresponse()
+        text = answer.read()
+        is_json = "json" in answer.headers.get("content-type", "")
+        fields = {name.lower(): value for name, value in answer.getheaders()}
+        return answer.status, fields, json.loads(text) if is_json else text.decode()
+
+
+def front_of(heard: Heard) -> str:
+    """The tag of the front that a stream came from."""
+    found = re.search(r"x-request-id: ([0-9a-f]{8})", heard.headers)
+    assert found is not None
+    return found[1]
+
+
+def until(condition: Callable[[], Any], within_s: float = 60.0) -> Any:
+    """What a condition returns once it is true."""
+    ends_s = time.monotonic() + within_s
+    while not (found := condition()):
+        assert time.monotonic() < ends_s, "it does not happen"
+        time.sleep(0.02)
+    return found
+
+
+def fronts_that_answer(server: Served) -> list[str]:
+    """The names of the fronts, as one of them says."""
+    stats = ask(server.port, "GET", "/stats")[2]
+    return [] if stats["missing_fronts"] else sorted(stats["fronts"])
+
+
+async def begun(server: Served, wanted: list[dict[str, Any]]) -> list[tuple[Heard, Any]]:
+    """Streams that have had an event, from both fronts; their tasks."""
+    while True:
+        heard = [Heard() for _ in wanted]
+        tasks = [
+            asyncio.create_task(follow(server.port, body, each))
+            for body, each in zip(wanted, heard, strict=True)
+        ]
+        while not all(
+            each.num_events or task.done() for each, task in zip(heard, tasks, strict=True)
+        ):
+            await asyncio.sleep(0.005)
+        if len(set(map(front_of, heard))) == 2:
+            return list(zip(heard, tasks, strict=True))
+        await asyncio.gather(*tasks)  # the system has given all of them to one front
+
+
+def streams(count: int = STREAMS, max_tokens: int = 250) -> list[dict[str, Any]]:
+    return [{**body, "max_tokens": max_tokens, "ignore_eos": True} for body in bodies(count, 40)]
+
+
+async def alone(server: Served, wanted: list[dict[str, Any]]) -> list[Heard]:
+    return await asyncio.gather(*(follow(server.port, body) for body in wanted))
+
+
+def test_any_front_answers_for_all(server: Served) -> None:
+    wanted = streams(8, 60)
+    calm = asyncio.run(alone(server, wanted))
+    assert all(heard.is_done for heard in calm)
+    found = asyncio.run(begin_and_end(server, wanted))
+    assert [each.answer for each in found] == [each.answer for each in calm]
+    names = fronts_that_answer(server)
+    tags = {name.removeprefix("front-") for name in names}
+    assert len(names) == 2
+    assert tags == {front_of(each) for each in found}
+    made = {f"{each.headers.split('x-request-id: ')[1][:32]}" for each in found}
+    for _ in range(6):
+        listed = ask(server.port, "GET", "/v1/requests")[2]
+        assert listed["missing_fronts"] == []
+        assert made <= {each["id"].removeprefix("cmpl-") for each in listed["data"]}
+    text = ask(server.port, "GET", "/metrics")[2]
+    for name in names:
+        assert f'infer:front_up{{front="{name}"}} 1.0' in text
+        assert f'process_cpu_seconds_total{{front="{name}",process="engine-0"}}' in text
+    assert ask(server.port, "GET", "/health/ready")[0] == 200
+
+
+async def begin_and_end(server: Served, wanted: list[dict[str, Any]]) -> list[Heard]:
+    return await asyncio.gather(*(task for _, task in await begun(server, wanted)))
+
+
+def test_a_request_is_cancelled_by_any_front(server: Served) -> None:
+    async def cancelled() -> list[Heard]:
+        running = await begun(server, streams(8, 900))
+        for heard, _ in running:
+            name = "cmpl-" + heard.headers.split("x-request-id: ")[1][:32]
+            status, _, answer = await asyncio.to_thread(
+                ask, server.port, "POST", f"/v1/requests/{name}/cancel", {}
+            )
+            assert (status, answer["cancelled"]) == (200, True)
+        return await asyncio.gather(*(task for _, task in running))
+
+    for heard in asyncio.run(cancelled()):
+        assert heard.error is not None
+        assert heard.error["code"] == "request_cancelled"
+
+
+def test_a_kill_of_the_engine_costs_no_stream_of_any_front(server: Served) -> None:
+    wanted = streams()
+    calm = asyncio.run(alone(server, wanted))
+
+    async def under_kill() -> list[Heard]:
+        running = await begun(server, wanted)
+        pid = server.engine_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        return await asyncio.gather(*(task for _, task in running))
+
+    found = asyncio.run(under_kill())
+    assert len(set(map(front_of, found))) == 2
+    assert [each.answer for each in found] == [each.answer for each in calm]
+    until(server.engine_pid)
+
+
+def test_a_kill_of_a_front_ends_its_own_connections_alone(server: Served) -> None:
+    wanted = streams(max_tokens=700)
+    calm = asyncio.run(alone(server, wanted))
+    before = fronts_that_answer(server)
+    refused: list[Any] = []
+    is_over = False
+
+    async def newcomers() -> None:
+        """Connections that come meanwhile are all answered."""
+        while not is_over:
+            try:
+                status, _, _ = await asyncio.to_thread(ask, server.port, "GET", "/health/live")
+                if status != 200:
+                    refused.append(status)
+            except OSError as error:
+                refused.append(error)
+
+    async def under_kill() -> list[Heard | BaseException]:
+        nonlocal is_over
+        running = await begun(server, wanted)
+        victim = server.front_pids()[0]
+        coming = asyncio.create_task(newcomers())
+        os.kill(victim, signal.SIGKILL)
+        found = await asyncio.gather(*(task for _, task in running), return_exceptions=True)
+        await asyncio.to_thread(until, lambda: len(server.front_pids()) == 2)
+        await asyncio.to_thread(until, lambda: len(fronts_that_answer(server)) == 2)
+        is_over = True
+        await coming
+        for (heard, _), each in zip(running, found, strict=True):
+            ended.append((heard, each))
+        return found
+
+    ended: list[tuple[Heard, Heard | BaseException]] = []
+    asyncio.run(under_kill())
+    cut = {front_of(heard) for heard, _ in ended if not heard.is_over}
+    assert len(cut) == 1
+    for (heard, _), other in zip(ended, calm, strict=True):
+        if front_of(heard) in cut:
+            assert not heard.is_done
+            assert heard.tokens == other.tokens[: len(heard.tokens)]
+        else:
+            assert heard.answer == other.answer
+    assert len(refused) <= 1, refused  # what the front had accepted when it died
+    after = until(lambda: len(names := fronts_that_answer(server)) == 2 and names)
+    assert len(set(before) & set(after)) == 1
+    # Both serve streams again.
+    found = asyncio.run(begin_and_end(server, streams(8, 60)))
+    assert {f"front-{front_of(each)}" for each in found} == set(after)
+
+
+def test_a_term_lets_the_streams_of_all_fronts_finish(tmp_path: Path) -> None:
+    wanted = streams()
+    with served(hash_server(fronts=2, step_s=0.004, max_batch_size=64), tmp_path / "log") as server:
+        calm = asyncio.run(alone(server, wanted))
+
+        async def under_term() -> list[Heard]:
+            running = await begun(server, wanted)
+            os.kill(server.process.pid, signal.SIGTERM)
+            return await asyncio.gather(*(task for _, task in running))
+
+        found = asyncio.run(under_term())
+        assert [each.answer for each in found] == [each.answer for each in calm]
+        assert server.process.wait(20) == 0
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", server.port), 5).close()
+
+
+def test_a_keys_limits_hold_over_all_fronts(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.json"
+    few = make(keys, "few", requests_per_minute=5)
+    own = make(keys, "own")
+    how = {"fronts": 2, "api_keys": str(keys), "keep_answers_s": 60}
+    with served(hash_server(**how), tmp_path / "log") as server:
+        body = {"prompt": "abc", "max_tokens": 4}
+
+        def are_shared() -> bool:
+            """Until they have told the process of the limits who they are, each gives its half."""
+            answers = [ask(server.port, "GET", "/v1/models", **own) for _ in range(4)]
+            return all(each[0] == 200 for each in answers)
+
+        until(are_shared)
+        time.sleep(1.0)
+        answers = [ask(server.port, "POST", "/v1/completions", body, **few) for _ in range(12)]
+        assert Counter(status for status, _, _ in answers) == {200: 5, 429: 7}
+        tags = {each[1]["x-request-id"][:8] for each in answers}
+        assert len(tags) == 2
+        # An answer is read again wherever it is asked for.
+        streamed, kept = {**body, "stream": True}, {**own, "x-keep-answer": "true"}
+        told = ask(server.port, "POST", "/v1/completions", streamed, **kept)
+        events = f"/v1/requests/{told[1]['x-request-id']}/events"
+        again = [ask(server.port, "GET", events, **own) for _ in range(6)]
+        assert {status for status, _, _ in again} == {200}
+        assert {each[1]["x-request-id"][:8] for each in again} == tags
+
+
+def test_what_a_server_has_is_of_all_fronts(tmp_path: Path) -> None:
+    """Sessions, stored responses, the port for probes, settings that are read again, and a client
+    that was there before the server."""
+    file = tmp_path / "infer.toml"
+    file.write_text(
+        f'fronts = 2\nsessions = "sqlite:///{tmp_path}/sessions.db"\n', encoding="utf-8"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        probes = free.getsockname()[1]
+    options = ["--config", str(file), "--metrics-port", str(probes), "--log-format", "json"]
+    with served(model_server(*options), tmp_path / "log") as server:
+        name = ask(server.port, "POST", "/v1/sessions", {"title": "all"})[2]["id"]
+        turn = {"model": "infer-demo", "session_id": name, "max_tokens": 4}
+        turns = [
+            ask(
+                *(server.port, "POST", "/v1/chat/completions"),
+                {**turn, "messages": [{"role": "user", "content": f"number {number}"}]},
+            )
+            for number in range(6)
+        ]
+        assert {status for status, _, _ in turns} == {200}
+        assert len({each[1]["x-request-id"][:8] for each in turns}) == 2
+        messages = [ask(server.port, "GET", f"/v1/sessions/{name}")[2] for _ in range(4)]
+        assert all(len(each["messages"]) == 12 for each in messages)
+        stored = ask(
+            *(server.port, "POST", "/v1/responses"), {"input": "hello", "max_output_tokens": 4}
+        )[2]
+        read = [ask(server.port, "GET", f"/v1/responses/{stored['id']}") for _ in range(6)]
+        assert {status for status, _, _ in read} == {200}
+        text = ask(probes, "GET", "/metrics")[2]
+        assert text.count("infer:front_up{") == 2
+        assert ask(probes, "GET", "/health/ready")[0] == 200
+
+        file.write_text(file.read_text(encoding="utf-8") + "max_sessions = 1\n", encoding="utf-8")
+        os.kill(server.process.pid, signal.SIGHUP)
+        refused: Counter[str] = Counter()
+
+        def are_all_told() -> bool:
+            status, headers, _ = ask(server.port, "POST", "/v1/sessions", {})
+            refused[headers["x-request-id"][:8]] += status == 429
+            return len(+refused) == 2
+
+        until(are_all_told)
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text("utf-8").splitlines()]
+    assert len({line["front"] for line in lines if "front" in line}) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--uds", "infer.sock"], "fronts: more than 1 need a port"),
+        (["--engine-thread"], "fronts: more than 1 need an engine in a process"),
+        (["--model", "a=x", "--model", "b=y"], "fronts: more than 1 serve one model"),
+        (["--models-dir", "."], "fronts: more than 1 serve one model"),
+        (["--model", "a=x"], "fronts: more than 1 serve one model"),
+        (["--sessions", "sqlite://"], "sessions: is in memory"),
+        (["--fronts", "65"], "fronts"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_at_once(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--fronts", "2", *options])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
