@@ -13,15 +13,24 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infer.cli.main import main
+from infer.errors import LoadError
+from infer.server import front_places
+from infer.server.early_listener import listening
+from infer.server.front_keeper import HANG_S, run_fronts
+from infer.server.settings import ServerSettings
+from tests.support.doubles import start_hash_engines
 from tests.support.server_process import (
     Heard,
+    Recorder,
     Served,
+    asked,
     bodies,
     follow,
     hash_server,
@@ -103,6 +112,16 @@ def streams(count: int = STREAMS, max_tokens: int = 250) -> list[dict[str, Any]]
 
 async def alone(server: Served, wanted: list[dict[str, Any]]) -> list[Heard]:
     return await asyncio.gather(*(follow(server.port, body) for body in wanted))
+
+
+async def received(port: int, wanted: list[dict[str, Any]]) -> None:
+    """Streams to their ends, of which nothing is parsed."""
+    loop = asyncio.get_running_loop()
+    made = [
+        await loop.create_connection(partial(Recorder, asked(body)), "127.0.0.1", port)
+        for body in wanted
+    ]
+    await asyncio.gather(*(recorder.ended for _, recorder in made))
 
 
 def test_any_front_answers_for_all(server: Served) -> None:
@@ -325,3 +344,43 @@ def test_what_cannot_be_shared_is_refused_at_once(
         main(["serve", "--fronts", "2", *options])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_fronts_that_cannot_start_end_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(front_places, "MODULE", "infer.no_such_module")
+    settings = ServerSettings(fronts=2)
+    with (
+        listening(settings, "127.0.0.1", 0, ["hash"]) as listener,
+        front_places.front_places(listener, settings) as places,
+        pytest.raises(LoadError, match=r"answer HTTP end while they start \(exit code 1\)"),
+    ):
+        run_fronts(start_hash_engines(), places, listener, settings)
+
+
+@pytest.mark.slow
+def test_a_front_that_hangs_is_replaced(server: Served) -> None:
+    """Its connections end with it; newcomers wait for it at most as long."""
+    before = fronts_that_answer(server)
+    victim = server.front_pids()[0]
+    os.kill(victim, signal.SIGSTOP)
+    until(lambda: victim not in server.front_pids() and len(server.front_pids()) == 2, HANG_S + 60)
+    after = until(lambda: fronts_that_answer(server))
+    assert len(set(before) & set(after)) == 1
+
+
+@pytest.mark.timing
+def test_two_fronts_stream_more_than_one_where_there_are_cores(tmp_path: Path) -> None:
+    """The event loop of a front has a core of its own; on two cores they share it with all."""
+    if (os.cpu_count() or 1) < 6:
+        pytest.skip("client, engine and both fronts need cores of their own")
+    body = {"prompt": "a", "max_tokens": 900, "stream": True, "ignore_eos": True}
+    rates = []
+    for fronts in (1, 2):
+        arguments = hash_server(fronts=fronts, max_batch_size=64, num_pages=5120, step_s=0.001)
+        with served(arguments, tmp_path / str(fronts)) as server:
+            started_s = time.monotonic()
+            asyncio.run(received(server.port, [body] * 64))
+            rates.append(64 * 900 / (time.monotonic() - started_s))
+    assert rates[1] > 1.3 * rates[0]

@@ -345,7 +345,7 @@ class Recorder(asyncio.Protocol):
 
 async def record(port: int, body: Mapping[str, Any]) -> Recorder:
     """POST a completion and receive all of it."""
-    request = _request(body)
+    request = asked(body)
     _, recorder = await asyncio.get_running_loop().create_connection(
         lambda: Recorder(request), "127.0.0.1", port
     )
@@ -391,11 +391,12 @@ async def send(port: int, body: Mapping[str, Any], **how: Any) -> tuple[Any, asy
     """POST a completion, on `sock` if it is given; the caller reads the answer."""
     address: dict[str, Any] = {} if how else {"host": "127.0.0.1", "port": port}
     reader, writer = await asyncio.open_connection(**address, **how)
-    writer.write(_request(body))
+    writer.write(asked(body))
     return reader, writer
 
 
-def _request(body: Mapping[str, Any]) -> bytes:
+def asked(body: Mapping[str, Any]) -> bytes:
+    """The request for a completion, as bytes."""
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(data)}\r\n"
     head += "content-type: application/json\r\nconnection: close\r\n\r\n"

@@ -20,12 +20,14 @@ import itertools
 import logging
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, assert_never
 
 from infer.engine.engine_client import HEARTBEAT_S
+from infer.engine.loop import freeze_heap
 from infer.errors import InferError, LoadError
 from infer.replicas.host import ReplicaHost
 from infer.replicas.launch import FleetSettings, LaunchedEngines
@@ -108,6 +110,8 @@ def run_fronts(
         hangup=hangup or Hangup(),
         screen=screen or Screen(),
     )
+    sys.setswitchinterval(0.001)  # the seconds that links wait for the thread that hears an engine
+    freeze_heap()
     try:
         asyncio.run(keeper.run())
     finally:
