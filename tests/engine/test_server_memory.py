@@ -145,6 +145,18 @@ def test_replicas_share_what_is_not_the_engines(tmp_path: Path) -> None:
     assert part.kept == whole.kept // 4
 
 
+def test_each_front_counts_and_what_has_started_them(tmp_path: Path) -> None:
+    root = machine(tmp_path, 8 * GIB)
+
+    def needs(num_fronts: int) -> dict[str, int]:
+        found = memory_of_server(1000, num_fronts=num_fronts, root=root).processes
+        return {need.name: need.num_bytes for need in found}
+
+    alone, three = needs(1), needs(3)
+    assert (three["API"], three["workers"]) == (4 * alone["API"], 3 * alone["workers"])
+    assert (three["engine"], three["standby"]) == (alone["engine"], alone["standby"])
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="asks Linux")
 def test_the_sizes_of_real_processes_can_be_read() -> None:
     assert processes_beside(os.getpid())[0] == os.getpid()

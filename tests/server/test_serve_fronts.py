@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -233,6 +234,31 @@ def test_a_kill_of_a_front_ends_its_own_connections_alone(server: Served) -> Non
     assert {f"front-{front_of(each)}" for each in found} == set(after)
 
 
+def is_front(pid: int) -> bool:
+    """Whether a process is a front or will become one."""
+    with contextlib.suppress(OSError):
+        return b"front_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def test_what_comes_to_a_front_that_is_away_is_answered_by_the_others(server: Served) -> None:
+    before = set(server.children())
+    os.kill(server.front_pids()[0], signal.SIGKILL)
+
+    def successors() -> list[int]:
+        return [pid for pid in server.children() if pid not in before and is_front(pid)]
+
+    (successor,) = until(successors)
+    os.kill(successor, signal.SIGSTOP)  # it does not come
+    try:
+        answers = [ask(server.port, "GET", "/v1/models") for _ in range(24)]
+    finally:
+        os.kill(successor, signal.SIGCONT)
+    assert {status for status, _, _ in answers} == {200}
+    assert len({headers["x-request-id"][:8] for _, headers, _ in answers}) == 1
+    until(lambda: len(fronts_that_answer(server)) == 2)
+
+
 def test_a_term_lets_the_streams_of_all_fronts_finish(tmp_path: Path) -> None:
     wanted = streams()
     with served(hash_server(fronts=2, step_s=0.004, max_batch_size=64), tmp_path / "log") as server:
@@ -278,6 +304,39 @@ def test_a_keys_limits_hold_over_all_fronts(tmp_path: Path) -> None:
         assert {each[1]["x-request-id"][:8] for each in again} == tags
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+class EarlyClient:
+    """Connects to a server as soon as it listens, again and again until it serves, and sends
+    nothing before that."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._open: list[socket.socket] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.3):
+            with contextlib.suppress(OSError):
+                self._open.append(socket.create_connection(("127.0.0.1", self._port), 30))
+
+    def status(self) -> bytes:
+        """The status line that its third connection from the end gets now."""
+        self._is_over.set()
+        self._thread.join()
+        *_, waiting, _, _ = self._open
+        waiting.sendall(b"GET /health/ready HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        line = waiting.recv(100).partition(b"\r\n")[0]
+        for each in self._open:
+            each.close()
+        return line
+
+
 def test_what_a_server_has_is_of_all_fronts(tmp_path: Path) -> None:
     """Sessions, stored responses, the port for probes, settings that are read again, and a client
     that was there before the server."""
@@ -285,10 +344,11 @@ def test_what_a_server_has_is_of_all_fronts(tmp_path: Path) -> None:
     file.write_text(
         f'fronts = 2\nsessions = "sqlite:///{tmp_path}/sessions.db"\n', encoding="utf-8"
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        probes = free.getsockname()[1]
+    probes, port = free_port(), free_port()
     options = ["--config", str(file), "--metrics-port", str(probes), "--log-format", "json"]
-    with served(model_server(*options), tmp_path / "log") as server:
+    early = EarlyClient(port)
+    with served(model_server(*options, "--port", str(port)), tmp_path / "log") as server:
+        assert early.status() == b"HTTP/1.1 200 OK"
         name = ask(server.port, "POST", "/v1/sessions", {"title": "all"})[2]["id"]
         turn = {"model": "infer-demo", "session_id": name, "max_tokens": 4}
         turns = [

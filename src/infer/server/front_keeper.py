@@ -174,7 +174,12 @@ class FrontKeeper:
     async def _keep(self, place: FrontPlace) -> None:
         """Have a front at a place until the server ends."""
         while not self._leaving.is_set():
-            front = place.front or place.start()
+            try:
+                front = place.front or place.start()
+            except OSError as error:
+                log.error("another front cannot be started: %s", error)
+                await self._pause(MAX_PAUSE_S)
+                continue
             await self._follow(place, front)
             code = await asyncio.to_thread(front.popen.wait)
             place.front = None
@@ -182,9 +187,11 @@ class FrontKeeper:
                 return
             self._count_death(place, front, code)
             num = place.num_failures
-            pause_s = 0.0 if num < 2 else min(MAX_PAUSE_S, 0.5 * 2.0 ** (num - 2))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._leaving.wait(), pause_s)
+            await self._pause(0.0 if num < 2 else min(MAX_PAUSE_S, 0.5 * 2.0 ** (num - 2)))
+
+    async def _pause(self, pause_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._leaving.wait(), pause_s)
 
     async def _follow(self, place: FrontPlace, front: FrontProcess) -> None:
         """Serve what a front asks for until it ends."""
@@ -372,7 +379,8 @@ class FrontKeeper:
             if self._leaving.is_set():
                 return
             if not self._hangup.is_end():
-                self._do(self._read())
+                if self._has_served:
+                    self._do(self._read())
                 return
         self._num_signals += 1
         if not self._leaving.is_set():

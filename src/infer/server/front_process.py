@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -66,6 +67,8 @@ from infer.server.ui.page import Page
 from infer.signals import answer_users, leave_signals_to_parent
 from infer.text.tokenizer import Tokenizer
 from infer.types import ErrorRecord
+
+log = logging.getLogger("infer.server")
 
 NAME = "infer-front"
 """name by which `ps` and `top` show the process"""
@@ -304,8 +307,10 @@ def main(parent: int, control_number: int, handed_number: int, *numbers: int) ->
             handed = socket.socket(fileno=handed_number)
             serve_alone(_server(begin, control, handed, list(numbers)))
         except InferError as error:
-            with contextlib.suppress(OSError):
+            try:
                 send_last(control, FrontRefused(ErrorRecord.of(error)))
+            except OSError:  # it was closed with the event loop
+                log.error("%s", error)
             return 2
     return 0
 
