@@ -41,6 +41,8 @@ from tests.support.server_process import (
 from tests.support.tenants import make
 
 STREAMS = 12
+MANY = 20
+"""requests of which both fronts get some"""
 Seen = tuple[int, dict[str, str], Any]
 """status, headers and JSON of an answer"""
 
@@ -299,7 +301,7 @@ def test_a_keys_limits_hold_over_all_fronts(tmp_path: Path) -> None:
         streamed, kept = {**body, "stream": True}, {**own, "x-keep-answer": "true"}
         told = ask(server.port, "POST", "/v1/completions", streamed, **kept)
         events = f"/v1/requests/{told[1]['x-request-id']}/events"
-        again = [ask(server.port, "GET", events, **own) for _ in range(6)]
+        again = [ask(server.port, "GET", events, **own) for _ in range(MANY)]
         assert {status for status, _, _ in again} == {200}
         assert {each[1]["x-request-id"][:8] for each in again} == tags
 
@@ -346,22 +348,27 @@ def test_what_a_server_has_is_of_all_fronts(tmp_path: Path) -> None:
     )
     probes, port = free_port(), free_port()
     options = ["--config", str(file), "--metrics-port", str(probes), "--log-format", "json"]
+    options += ["--max-seq-len", "2048"]
     early = EarlyClient(port)
     with served(model_server(*options, "--port", str(port)), tmp_path / "log") as server:
         assert early.status() == b"HTTP/1.1 200 OK"
         name = ask(server.port, "POST", "/v1/sessions", {"title": "all"})[2]["id"]
-        turn = {"model": "infer-demo", "session_id": name, "max_tokens": 4}
-        turns = [
-            ask(
-                *(server.port, "POST", "/v1/chat/completions"),
-                {**turn, "messages": [{"role": "user", "content": f"number {number}"}]},
-            )
-            for number in range(6)
-        ]
+        turn = {"session_id": name, "messages": [{"role": "user", "content": "Once"}]}
+        chat = partial(ask, server.port, "POST", "/v1/chat/completions")
+        turns = [chat({**turn, "max_tokens": 4}) for _ in range(MANY)]
         assert {status for status, _, _ in turns} == {200}
         assert len({each[1]["x-request-id"][:8] for each in turns}) == 2
         messages = [ask(server.port, "GET", f"/v1/sessions/{name}")[2] for _ in range(4)]
-        assert all(len(each["messages"]) == 12 for each in messages)
+        assert all(len(each["messages"]) == 2 * MANY for each in messages)
+        # Two turns at the same time are refused wherever the second one comes.
+        long = {**turn, "max_tokens": 1500, "ignore_eos": True}
+        first = threading.Thread(target=chat, args=(long,))
+        first.start()
+        until(lambda: ask(server.port, "GET", "/stats")[2]["running"])
+        others = []
+        while first.is_alive():
+            others.append(chat({**turn, "max_tokens": 4})[0])
+        assert set(others[:-1]) <= {409}
         stored = ask(
             *(server.port, "POST", "/v1/responses"), {"input": "hello", "max_output_tokens": 4}
         )[2]
@@ -371,14 +378,15 @@ def test_what_a_server_has_is_of_all_fronts(tmp_path: Path) -> None:
         assert text.count("infer:front_up{") == 2
         assert ask(probes, "GET", "/health/ready")[0] == 200
 
-        file.write_text(file.read_text(encoding="utf-8") + "max_sessions = 1\n", encoding="utf-8")
+        settings = file.read_text(encoding="utf-8")
+        file.write_text(settings + "request_timeout_s = 0.001\n", encoding="utf-8")
         os.kill(server.process.pid, signal.SIGHUP)
-        refused: Counter[str] = Counter()
+        late: Counter[str] = Counter()
 
         def are_all_told() -> bool:
-            status, headers, _ = ask(server.port, "POST", "/v1/sessions", {})
-            refused[headers["x-request-id"][:8]] += status == 429
-            return len(+refused) == 2
+            status, headers, _ = chat({**turn, "max_tokens": 100, "ignore_eos": True})
+            late[headers["x-request-id"][:8]] += status == 504
+            return len(+late) == 2
 
         until(are_all_told)
     lines = [json.loads(line) for line in (tmp_path / "log").read_text("utf-8").splitlines()]
