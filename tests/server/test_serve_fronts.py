@@ -23,9 +23,9 @@ import pytest
 
 from infer.cli.main import main
 from infer.errors import LoadError
-from infer.server import front_places
 from infer.server.early_listener import listening
 from infer.server.front_keeper import HANG_S, run_fronts
+from infer.server.front_places import front_places
 from infer.server.settings import ServerSettings
 from tests.support.doubles import start_hash_engines
 from tests.support.server_process import (
@@ -437,14 +437,11 @@ def test_what_cannot_be_shared_is_refused_at_once(
     assert said in capsys.readouterr().err
 
 
-def test_fronts_that_cannot_start_end_the_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(front_places, "MODULE", "infer.no_such_module")
+def test_fronts_that_cannot_start_end_the_server() -> None:
     settings = ServerSettings(fronts=2)
     with (
         listening(settings, "127.0.0.1", 0, ["hash"]) as listener,
-        front_places.front_places(listener, settings) as places,
+        front_places(listener, settings, "infer.no_such_module") as places,
         pytest.raises(LoadError, match=r"answer HTTP end while they start \(exit code 1\)"),
     ):
         run_fronts(start_hash_engines(), places, listener, settings)

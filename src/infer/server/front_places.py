@@ -36,8 +36,10 @@ class FrontProcess:
     """The process of a front, and this side of its sockets. Lives on an event loop, from `begin` to
     `close`."""
 
-    def __init__(self, sock: socket.socket, probes: socket.socket | None, num_links: int) -> None:
-        """`sock` and `probes`: where it will listen."""
+    def __init__(
+        self, sock: socket.socket, probes: socket.socket | None, num_links: int, module: str
+    ) -> None:
+        """`sock` and `probes`: where it will listen. `module`: what it runs."""
         self.name = new_front_name()
         pairs = [socket.socketpair() for _ in range(2 + num_links)]
         (self._control, self._handing, *links), theirs = zip(*pairs, strict=True)
@@ -48,7 +50,7 @@ class FrontProcess:
         numbers = [os.getpid(), control, handed, sock.fileno(), probing, *numbers]
         # -P and PYTHONPATH: as for engines, see `replicas.spawned`.
         self.popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE, *map(str, numbers)],
+            [sys.executable, "-P", "-m", module, *map(str, numbers)],
             pass_fds=[number for number in numbers[1:] if number >= 0],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -146,6 +148,8 @@ class FrontPlace:
     """of the port for health and metrics, if there is one"""
     num_links: int
     """of engines"""
+    module: str = MODULE
+    """what a front runs"""
     front: FrontProcess | None = None
     has_listened: bool = False
     num_failures: int = 0
@@ -155,7 +159,7 @@ class FrontPlace:
 
     def start(self) -> FrontProcess:
         """Start a front here; the system ends it with the thread that calls this."""
-        self.front = FrontProcess(self.sock, self.probes, self.num_links)
+        self.front = FrontProcess(self.sock, self.probes, self.num_links, self.module)
         return self.front
 
     @property
@@ -170,19 +174,21 @@ class FrontPlace:
 
 
 @contextlib.contextmanager
-def front_places(listener: EarlyListener, settings: ServerSettings) -> Iterator[list[FrontPlace]]:
+def front_places(
+    listener: EarlyListener, settings: ServerSettings, module: str = MODULE
+) -> Iterator[list[FrontPlace]]:
     """A place for each front, and a process that imports the server while engines are loaded; the
-    first one gets the sockets of `listener`. Raises `ConfigError`."""
+    first one gets the sockets of `listener`. `module`: what they run. Raises `ConfigError`."""
     with contextlib.ExitStack() as held:
         probes = listener.metrics.sock if listener.metrics else None
-        places = [FrontPlace(listener.sock, probes, settings.replicas)]
+        places = [FrontPlace(listener.sock, probes, settings.replicas, module)]
         for _ in range(1, settings.fronts):
             further = functools.partial(
                 join, write_stall_s=settings.write_stall_s, limits=settings.limits
             )
             sock = held.enter_context(further(listener.sock))
             probing = held.enter_context(further(probes)) if probes else None
-            place = FrontPlace(sock, probing, settings.replicas)
+            place = FrontPlace(sock, probing, settings.replicas, module)
             for each in place.socks:
                 each.setblocking(False)
             places.append(place)
