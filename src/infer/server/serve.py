@@ -45,8 +45,6 @@ from infer.server.address import cannot_listen, take_no_more, url_of
 from infer.server.app import create_app, layers
 from infer.server.certificate import LOOK_S, Certificate
 from infer.server.early_listener import EarlyListener, listening
-from infer.server.front_keeper import run_fronts
-from infer.server.front_places import front_places
 from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
 from infer.server.http.tls_connection import accept_tls
@@ -453,6 +451,9 @@ def _serve_by_fronts(
     **how: Any,
 ) -> None:
     """Serve one model by several processes that answer HTTP; `how`: see `run_fronts`."""
+    from infer.server.front_keeper import run_fronts  # of no use to all other servers
+    from infer.server.front_places import front_places
+
     config = _with_seed(config)
     with front_places(listener, settings) as places:
         engines = launch_engines(
