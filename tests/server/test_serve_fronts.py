@@ -307,14 +307,14 @@ def test_a_keys_limits_hold_over_all_fronts(tmp_path: Path) -> None:
         body = {"prompt": "abc", "max_tokens": 4}
 
         def are_shared() -> set[str]:
-            """The fronts that have let in five requests of a new key together, once they have; each
-            alone gives its half while the other process is late."""
+            """The fronts that have let in five requests of a new key together, once they have. One
+            that hears too late from the process that counts gives its half, perhaps in addition."""
             few = make(keys, f"few-{next(names)}", requests_per_minute=5)
             began_s = time.monotonic()
             answers = [ask(server.port, "POST", "/v1/completions", body, **few) for _ in range(12)]
             num_grown = int((time.monotonic() - began_s) / 12)
             counts = Counter(status for status, _, _ in answers)
-            assert counts[200] <= 5 + num_grown
+            assert counts[200] <= 5 + 5 // 2 + num_grown
             assert counts[200] + counts[429] == 12
             tags = {each[1]["x-request-id"][:8] for each in answers}
             return tags if counts[200] == 5 and len(tags) == 2 else set()
