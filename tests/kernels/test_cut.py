@@ -61,8 +61,9 @@ def parts_of(shape: Shape, threads: int, rows: int = 1, bits: int = 16) -> list[
     """The kernels' own, of a layer that has no memory."""
     library = loader.loaded()
     sizes = (shape.outputs, shape.inputs, bits, int(shape.gate))
-    isa = loader.instruction_sets()[0].encode()
+    isa = loader.chosen_instruction_set().encode()
     handle = library.infer_linear_new(isa, None, *sizes, 0, 0, None, None, 0.0, None)
+    assert handle, isa
     count = library.infer_linear_parts(handle, rows, threads, None, 0)
     numbers = array("q", bytes(8 * 6 * count))
     library.infer_linear_parts(handle, rows, threads, numbers.buffer_info()[0], count)
