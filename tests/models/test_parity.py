@@ -23,7 +23,6 @@ TOLERANCE = 2e-4
 """Maximum difference of logits in float32, relative to their scale."""
 BF16_TOLERANCE = 0.04
 """The same in bfloat16, which has 8 bits of mantissa; there are some hundred roundings."""
-GREEDY = "greedy tokens"
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +41,12 @@ def test_logits(pair: Any, way: str) -> None:
     assert WAYS[way](Bench(folder), theirs) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("pair", "way"), crossed([GREEDY], usual=[GREEDY], least=""), indirect=["pair"]
-)
-def test_greedy_tokens(pair: Any, way: str) -> None:
-    assert way == GREEDY
+LAST = [(family, list(SHAPES[family])[-1]) for family in FIRST]
+EACH = [(family, name) for family in SHAPES for name in SHAPES[family]]
+
+
+@pytest.mark.parametrize("pair", slow_but(LAST, EACH), indirect=True, ids=str)
+def test_greedy_tokens(pair: Any) -> None:
     folder, theirs = pair
     prompts = [tokens_of(n, seed=n) for n in (3, 17, 130)]
     with LLM(str(folder), dtype="float32", max_num_batched_tokens=50, max_batch_size=2) as llm:

@@ -23,6 +23,7 @@ from infer.config import EngineConfig
 from infer.engine.build.checkpoint import find_checkpoint
 from infer.engine.build.planner import plan_for
 from infer.errors import ConfigError, LoadError
+from tests.support.cases import one_of
 from tests.support.checkpoints import BOS_ID, EOS_ID, VOCAB_SIZE, write_checkpoint, write_tokenizer
 from tests.support.parity import WAYS, Bench, reference, tokens_of
 
@@ -141,7 +142,7 @@ def test_bfloat16_is_close(pairs: Pairs, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("mode", ["continuous", "static"])
+@pytest.mark.parametrize("mode", one_of(2, ["continuous", "static"]))
 def test_greedy_tokens(pairs: Pairs, family: str, mode: str) -> None:
     """Several sequences at once, prompts in chunks, and prompts that the cache has."""
     folder, theirs = pairs(family)
