@@ -137,7 +137,7 @@ def test_the_highest_number_of_an_engine_is_planned_or_refused(setting: Setting)
 
 def test_the_highest_numbers_of_a_server_serve(tmp_path: Path) -> None:
     # Processes, models with names, and a port that may be in use.
-    left_out = ("replicas", "idle_unload_s", "metrics_port", "models_memory_bytes")
+    left_out = ("replicas", "fronts", "idle_unload_s", "metrics_port", "models_memory_bytes")
     options = [
         f"--{each.name.replace('_', '-')}={each.kind(each.high or 0)}"
         for each in _numbers(ServerSettings)
