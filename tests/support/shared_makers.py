@@ -23,7 +23,7 @@ MAKERS = {
     *("OrderedDict", "lru_cache", "TTLCache", "WeakValueDictionary"),
     *("Popen", "create_subprocess_exec", "create_subprocess_shell", "fork", "posix_spawn"),
     *("create_engine", "AsyncClient", "HTTPTransport", "start_server", "create_server"),
-    *("KeyPlaces", "BodyBudget"),
+    *("KeyPlaces", "BodyBudget", "start_module"),
 }
 """what the standard library and others have for it, and what counts for it"""
 SERVING = ("server/", "text/", "fair_queue.py", "threads.py")

@@ -418,7 +418,7 @@ UNLIMITED = (
             *_at(
                 "server/front_places.py",
                 "FrontPlace.start.front:FrontProcess",
-                "FrontProcess.__init__.popen:Popen",
+                "FrontProcess.__init__.popen:start_module",
                 "front_places.place:FrontPlace",
                 "front_places.places:FrontPlace",
             ),
@@ -512,7 +512,8 @@ UNLIMITED = (
                 "StepThread._thread:BackgroundThread",
             ),
             *_at("replicas/spawned.py", "EarlyProcess._lock:Lock"),
-            *_at("replicas/spawned.py", "Spawned.__init__.popen:Popen"),
+            *_at("replicas/spawned.py", "start_module:Popen"),
+            *_at("replicas/spawned.py", "Spawned.__init__.popen:start_module"),
             *_at("replicas/standby.py", "Standby._changed:Condition"),
             *_at("replicas/standby.py", "Standby._thread:BackgroundThread"),
             *_at("replicas/process_transport.py", "ProcessTransport._lock:Lock"),

@@ -389,15 +389,7 @@ class FrameBuffer:
 
     def whole(self) -> bytes:
         """The frames that are complete, with their lengths; each is given once."""
-        end, have = 0, len(self._bytes)
-        while have - end >= _LENGTH_BYTES:
-            size = int.from_bytes(self._bytes[end : end + _LENGTH_BYTES], "little")
-            if end + _LENGTH_BYTES + size > have:
-                break
-            end += _LENGTH_BYTES + size
-        found = bytes(self._bytes[:end])
-        del self._bytes[:end]
-        return found
+        return b"".join(map(framed, self.frames()))
 
 
 class Channel:

@@ -13,10 +13,25 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 
 FACTORY = "infer.engine.build.assemble:prepare_process"
 """`module:function` that makes the blueprint of an engine in its process"""
+
+
+def start_module(
+    module: str, *arguments: str, pass_fds: Sequence[int], stderr: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process that runs a module. It finds modules where this process finds them, and
+    nowhere else; it has the descriptors `pass_fds`, and nothing to read."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", module, *arguments],
+        pass_fds=pass_fds,
+        stdin=subprocess.DEVNULL,
+        stderr=stderr,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
 
 
 class Spawned:
@@ -29,15 +44,12 @@ class Spawned:
         self.end_here, theirs = socket.socketpair()
         """this side of the connection"""
         with theirs:
-            # -P and PYTHONPATH: modules are found where this process finds them, nowhere else.
-            arguments = [sys.executable, "-P", "-m", "infer.replicas.child"]
             numbers = (theirs.fileno(), os.getpid(), self.stacks.fileno())
-            self.popen = subprocess.Popen(
-                [*arguments, *map(str, numbers), imports],
+            self.popen = start_module(
+                "infer.replicas.child",
+                *(*map(str, numbers), imports),
                 pass_fds=[theirs.fileno(), self.stacks.fileno()],
-                stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
             )
 
     def end(self) -> None:

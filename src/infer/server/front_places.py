@@ -9,12 +9,11 @@ import contextlib
 import functools
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from infer.replicas.spawned import start_module
 from infer.server.address import join
 from infer.server.early_listener import EarlyListener
 from infer.server.front_identity import new_front_name
@@ -48,13 +47,8 @@ class FrontProcess:
         control, handed, *numbers = [each.fileno() for each in theirs]
         probing = -1 if probes is None else probes.fileno()
         numbers = [os.getpid(), control, handed, sock.fileno(), probing, *numbers]
-        # -P and PYTHONPATH: as for engines, see `replicas.spawned`.
-        self.popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *map(str, numbers)],
-            pass_fds=[number for number in numbers[1:] if number >= 0],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
+        passed = [number for number in numbers[1:] if number >= 0]
+        self.popen = start_module(module, *map(str, numbers), pass_fds=passed)
         for each in theirs:
             each.close()
         for each in (self._control, self._handing, *links):

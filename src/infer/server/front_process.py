@@ -24,6 +24,7 @@ import msgspec
 from starlette.applications import Starlette
 
 from infer.child_process import be_known_as, end_with
+from infer.engine.build.server_memory import FRONT_NAME
 from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import InputProcessor
 from infer.errors import InferError
@@ -70,8 +71,6 @@ from infer.types import ErrorRecord
 
 log = logging.getLogger("infer.server")
 
-NAME = "infer-front"
-"""name by which `ps` and `top` show the process"""
 READY_S = 5.0
 """seconds that an engine has to answer before the front listens all the same"""
 _ALIVE_EVERY = 10
@@ -295,7 +294,7 @@ def main(parent: int, control_number: int, handed_number: int, *numbers: int) ->
     leave_signals_to_parent()
     answer_users()
     end_with(parent)
-    be_known_as(NAME, 0)
+    be_known_as(FRONT_NAME, 0)
     control = socket.socket(fileno=control_number)
     begin = receive_first(control)
     if not isinstance(begin, FrontBegin):

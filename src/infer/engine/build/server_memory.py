@@ -21,8 +21,8 @@ STANDBY_ABOVE = 2 << 30
 NUM_FRONTS = "num_fronts"
 """name of the number of processes that answer HTTP, where it is not 1, among the settings that an
 engine process gets"""
-ENGINE_NAME = "infer-engine"
-"""name by which the system knows an engine process"""
+ENGINE_NAME, FRONT_NAME = "infer-engine", "infer-front"
+"""names by which the system knows an engine process, and one of several that answer HTTP"""
 KEPT_BYTES, KEPT_SHARE = 300 * _MIB, 0.1
 """what stays free for other processes in a container: bytes, and a fraction of its limit"""
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from infer.engine.build.server_memory import ENGINE_NAME, FRONT_NAME
+
 _PROC = Path("/proc")
-_ENGINE, _FRONT = "infer-engine", "infer-front"
-"""names that processes give themselves: of an engine, and of one of several that answer HTTP"""
 
 
 class _Numbers(NamedTuple):
@@ -67,7 +67,7 @@ def _processes() -> Iterator[tuple[str, int]]:
     """This process, and the engines that it has started, or that were started beside it."""
     own = os.getpid()
     yield "api", own
-    is_front = _text(_PROC / "self/comm").strip() == _FRONT
+    is_front = _text(_PROC / "self/comm").strip() == FRONT_NAME
     parent = os.getppid() if is_front else own
     if is_front:
         yield "keeper", parent
@@ -75,7 +75,7 @@ def _processes() -> Iterator[tuple[str, int]]:
         int(pid)
         for path in _PROC.glob(f"{parent}/task/*/children")
         for pid in _text(path).split()
-        if _text(_PROC / pid / "comm").strip() == _ENGINE
+        if _text(_PROC / pid / "comm").strip() == ENGINE_NAME
     ]
     yield from ((f"engine-{number}", pid) for number, pid in enumerate(sorted(pids)))
 

@@ -150,9 +150,8 @@ class ChatBody(Conversation, Generation):
         are forced, or all that the model may choose, if one of them is strict."""
         if self.forced or self.grammars:
             return self.forced
-        names = {tool["function"]["name"] for tool in self.shown_tools}
-        shown = [(i, t) for i, t in self.functions if t["function"]["name"] in names]
-        return shown if any(t["function"].get("strict") is True for _, t in shown) else []
+        is_strict = any(tool["function"].get("strict") is True for _, tool in self.shown)
+        return self.shown if is_strict else []
 
     @property
     def is_free(self) -> bool:

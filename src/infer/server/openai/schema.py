@@ -615,13 +615,17 @@ class Conversation(Body):
         """The tools that the model may call. It learns of one with `defer_loading` where a message
         mentions it, so that a tool which is loaded later leaves the beginning of the prompt as it
         was."""
+        return [tool for _, tool in self.shown]
+
+    @property
+    def shown(self) -> list[tuple[int, dict[str, Any]]]:
+        """The tools that the model may call, with their places in `tools`."""
         if self.tool_choice == "none":
             return []
-        functions = [tool for _, tool in self.functions]
         if isinstance(self.tool_choice, dict) and self.tool_choice.get("mode") == "auto":
             names = self.tool_choice["names"]
-            return [tool for tool in functions if tool["function"]["name"] in names]
-        return functions
+            return [(i, t) for i, t in self.functions if t["function"]["name"] in names]
+        return self.functions
 
     @property
     def functions(self) -> list[tuple[int, dict[str, Any]]]:
