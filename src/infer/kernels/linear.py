@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels import cuda, loader
+from infer.kernels.arena import WEIGHTS
 from infer.kernels.blocks import (
     CODES,
     BlockWeight,
@@ -477,7 +478,7 @@ class NativeLinear:
             if kinds
             else library.infer_linear_packed_bytes(rows, width, bits, gate)
         )
-        self.packed = loader.page_aligned(num_bytes) if packed is None else packed
+        self.packed = WEIGHTS.take(num_bytes) if packed is None else packed
         bias = None if bias is None else bias.float().contiguous()
         norm = None if fusion.norm is None else fusion.norm.weight.float().contiguous()
         assert norm is None or norm.shape == (width,)
