@@ -78,14 +78,29 @@ def enforced_tools(
     for i, tool in tools:
         function = tool["function"]
         given = function.get("parameters") or {}
-        parameters = relaxed(given)
+        asked, other = _of_object(given)
+        parameters = relaxed(asked)
         path = f"tools[{i}].function.parameters"
-        names += _named(parameters.dropped, path, is_strict=function.get("strict") is True)
+        dropped = (*other, *parameters.dropped)
+        names += _named(dropped, path, is_strict=function.get("strict") is True)
         schema = parameters.schema
         if takes_nothing(schema) and not takes_nothing(given):  # what described it was dropped
             schema = {**schema, "additionalProperties": True}
         kept.append({**tool, "function": {**function, "parameters": schema}})
     return kept, tuple(names)
+
+
+def _of_object(parameters: dict[str, Any]) -> tuple[dict[str, Any], tuple[DroppedKeywords, ...]]:
+    """(parameters whose `type` is an object, what they have lost), since arguments are one.
+
+    A malformed `type` is left to `relaxed`.
+    """
+    types = parameters.get("type", "object")
+    names = types if isinstance(types, list) else [types]
+    if types == "object" or not names or not all(isinstance(name, str) for name in names):
+        return parameters, ()
+    other = () if "object" in names else (DroppedKeywords("", f"type {', '.join(names)[:64]!r}"),)
+    return {**parameters, "type": "object"}, other
 
 
 def _named(dropped: Sequence[DroppedKeywords], path: str, *, is_strict: bool) -> tuple[str, ...]:
