@@ -129,7 +129,7 @@ def test_arguments_are_an_object_whatever_a_schema_says(way: ToolFormat) -> None
             assert _num_allowed(compiler, grammar, text + other) == len(text)
         if is_named:
             assert names[0].startswith("tools[3].function.parameters: type '")
-            with pytest.raises(RequestError, match="tools\\[3\\].function.parameters: type"):
+            with pytest.raises(RequestError, match=r"tools\[3\].function.parameters: type"):
                 enforced_tools([(3, tool("f", parameters=parameters, strict=True))])
 
 
