@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from infer.errors import LoadError
+from infer.errors import LoadError, RequestError
 from infer.models.gguf_file import GGUFFile
 from infer.models.hub import SHIPPED_FOLDER, locate
 from infer.models.model_config import ConfigReader
@@ -116,6 +116,13 @@ def _moved_template(target: str, wrap: bool) -> Change:
     return change
 
 
+def _empty_file(name: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).write_text(" \n", encoding="utf-8")
+
+    return change
+
+
 def _named(config: dict[str, Any]) -> Any:
     return [{"name": "default", "template": config["chat_template"]}]
 
@@ -124,6 +131,9 @@ SAME: dict[str, Change] = {
     "byte-order marks": _marked,
     "whole floats": _whole_floats,
     "torch_dtype with torch.": _json("config.json", dtype="absent", torch_dtype="torch.float32"),
+    "dtype auto": _json("config.json", dtype="auto", torch_dtype="float32"),
+    "eos of -1": _json("config.json", eos_token_id=-1),
+    "an empty template beside another": _empty_file("chat_template.jinja"),
     "dtype in capitals": _json("config.json", dtype=" FP32 "),
     "activation in capitals": _json("config.json", hidden_act="SiLU"),
     "swish": _json("config.json", hidden_act="swish"),
@@ -175,6 +185,15 @@ def test_an_odd_form_is_the_same_model(form: str, good: Path, tmp_path: Path) ->
     good_config, good_text, good_tensors = _read(good)
     assert (config, text) == (good_config, good_text)
     assert all(torch.equal(tensors[name], each) for name, each in good_tensors.items())
+
+
+@pytest.mark.parametrize("text", ["", " \n", None])
+def test_an_empty_template_is_none(text: str | None, good: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "it"
+    shutil.copytree(good, folder)
+    _template(text)(folder)
+    with pytest.raises(RequestError, match="no chat template"):
+        Tokenizer(read_text_files(folder)).apply_chat_template([{"role": "user", "content": "Hi"}])
 
 
 REFUSED: dict[str, tuple[Change, str]] = {

@@ -14,7 +14,16 @@ from infer.errors import RequestError
 from infer.server.openai.schema_base import Wire, read
 from infer.server.openai.typed_completions import TypedCompletionBody
 from tests.support.doubles import make_hash_llm
-from tests.support.serving import BODIES, COMPLETIONS, JSON, App, completion_body, with_app
+from tests.support.serving import (
+    BODIES,
+    COMPLETIONS,
+    JSON,
+    App,
+    ask,
+    chat_body,
+    completion_body,
+    with_app,
+)
 from tests.support.tenants import make
 
 NEEDED: dict[str, Any] = {
@@ -241,3 +250,62 @@ def test_many_choices_count_for_a_key(tmp_path: Path) -> None:
         assert reply.status == 200
 
     with_app(make_hash_llm(), use, api_keys=str(file))
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+USER, CALLS = {"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "c", "content": ""}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "no model": ({}, {"model": ""}),
+    "no log-probabilities": ({}, {"logprobs": False, "top_logprobs": 0}),
+    "a tool without a type": ({"tools": [TOOL]}, {"tools": [{**TOOL, "type": None}]}),
+    "a call without a type": (
+        {"messages": [USER, CALLS, RESULT]},
+        {"messages": [USER, {**CALLS, "tool_calls": [{**CALL, "type": None}]}, RESULT]},
+    ),
+    "a result of nothing": (
+        {"messages": [USER, CALLS, RESULT]},
+        {"messages": [USER, CALLS, {**RESULT, "content": None}]},
+    ),
+    "Mistral's choice": (
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": "any"},
+    ),
+    "the choice of a response": (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f", "function": None}},
+    ),
+    "a schema beside its type": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        {"response_format": {"type": "json_schema", "schema": SCHEMA, "name": "n"}},
+    ),
+}
+"""what a chat may say → the same, and as other clients write it"""
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_other_clients_write_means_the_same(name: str) -> None:
+    usual, other = (chat_body(temperature=0, **fields) for fields in SAME[name])
+    (first, num_tokens), (second, num_others) = answers("/v1/chat/completions", usual, other)
+    for message in (*first, *second):
+        for call in message.get("tool_calls", ()):
+            del call["id"]
+    assert (first, num_tokens) == (second, num_others)
+
+
+def test_a_schema_beside_its_type_is_strict_where_it_says_so() -> None:
+    form = {"type": "json_schema", "schema": {"not": {}}, "strict": True}
+    reply = ask(make_hash_llm(), "/v1/chat/completions", chat_body(response_format=form))
+    assert (reply.status, reply.json()["error"]["param"]) == (400, "response_format.schema")
+
+
+@pytest.mark.parametrize("given", [None, "", '{"a": 1', [1], 5])
+def test_an_input_that_is_no_object_can_be_sent_back_in_messages(given: Any) -> None:
+    """`/v1/messages`: a call that was cut, as clients keep it."""
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": given}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "cut"}
+    turns = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    body = {"max_tokens": 4, "messages": turns}
+    assert ask(make_hash_llm(), "/v1/messages", body).status == 200

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from infer.engine.client.async_llm import AsyncLLM
+from infer.errors import RequestError
+from infer.server.openai.grammar_fields import enforced_tools
 from infer.text.answer_parser import forced_calls, forced_format, takes_nothing
 from infer.text.grammars.compiler import Compiler, Vocabulary
 from infer.text.tools.formats import FORMATS, ToolFormat
@@ -40,6 +42,10 @@ ODD: list[dict[str, Any]] = [
     {"type": "array", "contains": {"const": 1}},
     {"type": "integer", "if": {"const": 1}, "then": {"minimum": 0}, "else": {"minimum": 5}},
     {"type": "string", "pattern": "^(?!-)[a-z]+$"},
+    {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+    {"type": "number", "maximum": 1.7976931348623157e308},
+    {"type": "integer", "multipleOf": 604800},
+    {"const": -(2**63)},
 ]
 NOTHING: list[dict[str, Any]] = [
     {}, {"parameters": None}, {"parameters": {}}, {"parameters": {"type": "object"}},
@@ -99,6 +105,32 @@ def test_odd_schemas_are_answered_and_named() -> None:
                 assert (error["param"], place in error["message"]) == (place, True)
 
     with_app(hi(), use)
+
+
+@pytest.mark.parametrize("way", FORMATS, ids=lambda way: way.name)
+def test_arguments_are_an_object_whatever_a_schema_says(way: ToolFormat) -> None:
+    """A root of another type gave calls whose arguments were no object, or a text behind them."""
+    tokenizer = small_tokenizer()
+    compiler = Compiler(Vocabulary.of(tokenizer, tokenizer.vocab_size))
+    schemas: list[tuple[Any, bool]] = [
+        ({"type": "array", "items": {"type": "integer"}}, True),
+        ({"type": "string"}, True),
+        ({"type": ["object", "null"], "properties": {"a": {"type": "integer"}}}, False),
+        ({"type": ["integer", "null"]}, True),
+    ]
+    for parameters, is_named in schemas:
+        [kept], names = enforced_tools([(3, tool("f", parameters=parameters))])
+        assert bool(names) is is_named
+        grammar = forced_calls(forced_format(way), [kept], parallel=False)
+        rule = next(line for line in grammar.text.splitlines() if line.startswith("call0: "))
+        text = json.loads(rule.removeprefix("call0: ").partition(" arguments0")[0])
+        assert _num_allowed(compiler, grammar, text + "{") == len(text) + 1
+        for other in "[", '"', "5", "n":
+            assert _num_allowed(compiler, grammar, text + other) == len(text)
+        if is_named:
+            assert names[0].startswith("tools[3].function.parameters: type '")
+            with pytest.raises(RequestError, match=r"tools\[3\].function.parameters: type"):
+                enforced_tools([(3, tool("f", parameters=parameters, strict=True))])
 
 
 @pytest.mark.parametrize("stream", [False, True])

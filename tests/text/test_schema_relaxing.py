@@ -239,6 +239,156 @@ def test_expressions_that_cannot_be_enforced_are_known(compiler: Compiler) -> No
         assert not is_enforceable(pattern)
 
 
+LIMITS = (0, 1, 2**31 - 1, 2**31, 2**53 - 1, 10**17, 10**18 - 1, 2**62, 2**63 - 1025, 2**63 - 1,
+          2**63, 2**64 - 1, 1e19, 1e100, 1.7976931348623157e308, 0.5, 1e-9, 1e-12, 1e-60, 1e-100,
+          5e-324, 0.01, 3.141592653589793, 604800, 86400)  # fmt: skip
+"""numbers that other languages have as the ends of their types, and others that people write"""
+
+
+@pytest.mark.parametrize("name", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+@pytest.mark.parametrize("kind", ["integer", "number", None])
+def test_bounds_of_every_size_are_answered(compiler: Compiler, name: str, kind: str | None) -> None:
+    """C#, Go and Rust write the ends of their types into schemas: 64 bits, and 1.8e308."""
+    kinds = {} if kind is None else {"type": kind}
+    for bound in (*LIMITS, *(-limit for limit in LIMITS)):
+        kept = relaxed({"properties": {"v": {**kinds, name: bound}}, "required": ["v"]})
+        assert problem(compiler, kept.schema) == "", bound
+        assert len(kept.dropped) == (name not in kept.schema["properties"]["v"])
+    kept = relaxed({"type": "integer", "minimum": 3, "maximum": 2**63 - 1})
+    assert kept.dropped == ()
+    assert not accepts(compiler, kept.schema, -2)
+
+
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_multiples_of_every_size_are_answered(compiler: Compiler, kind: str) -> None:
+    multiples = (*LIMITS, -3, 5, 10, 60, 1000, 1024, 65536, 10**6, 42 * 10**8, 777 * 10**6, 2**20,
+                 2**24, 99_991, 123_456_789.5)  # fmt: skip
+    enforced = []
+    for multiple in multiples:
+        kept = relaxed({"type": kind, "multipleOf": multiple})
+        assert problem(compiler, kept.schema) == "", multiple
+        enforced += [multiple] * (not kept.dropped)
+    assert {1, 5, 10, 60, 1000, 1024, 65536, 10**6, 86400, 0.01, 0.5, 1e-9} <= set(enforced)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"const": -(2**63)}, {"enum": ["a", -(2**63) + 1]}, {"enum": [{"a": [-(2**63)]}]},
+     {"minLength": 2**63}, {"minItems": 2**64 - 1}, {"maxItems": 10**12}],
+    ids=json.dumps,
+)  # fmt: skip
+def test_values_that_end_the_compiler_are_dropped(schema: dict[str, Any]) -> None:
+    """Some of them end a process; so this asks whether they are dropped, without compiling."""
+    [keyword] = schema
+    if keyword in ("const", "enum", "minLength"):
+        assert keyword in relaxed(schema).dropped[0].keyword
+        assert relaxed(schema).schema == {}
+
+
+def recursive(child: Any) -> dict[str, Any]:
+    node = {"type": "object", "properties": {"v": TEXT, "c": child}, "required": ["v"]}
+    return {"$ref": "#/$defs/n", "$defs": {"n": node, "t": TEXT}}
+
+
+SELF = {"$ref": "#/$defs/n"}
+FORBIDDING = ("additionalProperties", "allOf", "anyOf", "const", "enum", "items", "maxLength",
+              "minItems", "minLength", "oneOf", "pattern", "properties", "required",
+              "type")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "keyword", [*sorted(VOCABULARY.keys() - {"$ref"}), "nullable", "x-order", "optional", "xml"]
+)
+def test_a_schema_may_hold_itself_beside_any_keyword(compiler: Compiler, keyword: str) -> None:
+    """llguidance merges a `$ref` with what stands beside it, for ever if that is itself."""
+    value = VOCABULARY.get(keyword, (True, None))[0]
+    children = [{keyword: value, **SELF}, {keyword: value, "anyOf": [SELF, {"type": "null"}]}]
+    for child in children:
+        kept = relaxed(recursive(child))
+        assert problem(compiler, kept.schema) == ""
+        assert accepts(compiler, kept.schema, {"v": "x", "c": {"v": "y", "c": {"v": "z"}}})
+        assert not accepts(compiler, kept.schema, {"v": "x", "c": {"v": 5}})  # itself is kept
+        if keyword in FORBIDDING and "anyOf" not in child:
+            assert kept.dropped[0].path == ".$defs.n.properties.c"
+
+
+@pytest.mark.parametrize(
+    ("child", "lost"),
+    [({"allOf": [SELF], "nullable": True}, []),
+     ({"allOf": [SELF, {"required": ["c"]}]}, ["[1]"]),
+     ({"allOf": [{"required": ["c"]}, {"anyOf": [SELF, {"type": "null"}]}]}, ["[0]"]),
+     ({"type": ["object", "null"], "anyOf": [SELF, {"type": "null"}]}, ["type"]),
+     ({"type": "object", "oneOf": [SELF]}, ["type 'object'"]),
+     ({"type": "array", "items": {**SELF, "type": "object"}}, ["type 'object'"])],
+    ids=json.dumps,
+)  # fmt: skip
+def test_a_schema_may_hold_itself_in_lists(
+    compiler: Compiler, child: dict[str, Any], lost: list[str]
+) -> None:
+    kept = relaxed(recursive(child))
+    assert problem(compiler, kept.schema) == ""
+    assert [one.keyword for one in kept.dropped] == lost
+
+
+def test_only_what_leads_back_is_opened(compiler: Compiler) -> None:
+    derived = {"allOf": [{"$ref": "#/$defs/base"}, {"properties": {"x": {"type": "integer"}}}]}
+    child = {"anyOf": [{"$ref": "#/$defs/derived"}, {"type": "null"}], "nullable": True}
+    base = {"type": "object", "properties": {"child": child, "v": TEXT}}
+    whole = {"$ref": "#/$defs/derived", "$defs": {"base": base, "derived": derived}}
+    kept = relaxed(whole)
+    assert kept.dropped == ()
+    assert problem(compiler, kept.schema) == ""
+    assert not accepts(compiler, kept.schema, {"child": {"v": "a", "x": "text"}})
+    plain = {"$ref": "#/$defs/t", "maxLength": 3, "nullable": True, "$defs": {"t": TEXT}}
+    assert relaxed(plain).schema is plain
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"allOf": [{"$ref": "#/$defs/a"}]},
+     {"anyOf": [{"$ref": "#/$defs/b"}]}, {"$ref": "#/$defs/a", "type": "integer"}],
+    ids=json.dumps,
+)  # fmt: skip
+def test_references_that_only_mean_themselves_are_dropped(
+    compiler: Compiler, loop: dict[str, Any]
+) -> None:
+    definitions = {"a": loop, "b": {"$ref": "#/$defs/a"}}
+    whole = {"properties": {"v": {"$ref": "#/$defs/a"}}, "$defs": definitions, "required": ["v"]}
+    kept = relaxed(whole)
+    assert accepts(compiler, kept.schema, {"v": 5})
+    assert kept.dropped
+
+
+NAMED = {"a": {"type": "integer"}}
+
+
+@pytest.mark.parametrize("dialect", [None, "http://json-schema.org/draft-07/schema#", "x:y"])
+@pytest.mark.parametrize(
+    ("schema", "reference"),
+    [({"definitions": {"a": {"$id": "#foo", **NAMED["a"]}}}, "#foo"),
+     ({"definitions": {"a": {"id": "#foo", **NAMED["a"]}}}, "#foo"),
+     ({"$defs": {"a": {"$anchor": "foo", **NAMED["a"]}}}, "#foo"),
+     ({"$id": "http://[::1", "$defs": NAMED}, "#/$defs/a"),
+     ({"$id": "http://x:port/", "$defs": NAMED}, "#/$defs/a"),
+     ({"$id": "http://x/y#z", "$defs": NAMED}, "#/$defs/a"),
+     ({"$id": "http://x/y", "$defs": {"a": {"$id": "/a", **NAMED["a"]}}}, "http://x/y#/$defs/a"),
+     ({"$id": "a b", "$defs": NAMED}, "#/$defs/a")],
+)  # fmt: skip
+def test_names_of_schemas_are_read_as_they_were_meant(
+    compiler: Compiler, dialect: str | None, schema: dict[str, Any], reference: str
+) -> None:
+    """Anchors of each draft, and ids that are no addresses, around a schema with an id of its own
+    (as jsonschema.net writes them)."""
+    inner = {"$id": "/properties/v", "properties": {"w": {"$ref": reference}}, "required": ["w"]}
+    if not reference.startswith("#"):
+        del inner["$id"]
+    whole = {"type": "object", "properties": {"v": inner}, "required": ["v"], **schema}
+    kept = relaxed(whole if dialect is None else {"$schema": dialect, **whole})
+    assert kept.dropped == ()
+    assert accepts(compiler, kept.schema, {"v": {"w": 5}})
+    assert not accepts(compiler, kept.schema, {"v": {"w": "text"}})
+
+
 def test_the_work_is_bounded() -> None:
     many = {"type": "object", "properties": {f"p{i}": {"not": {}} for i in range(5000)}}
     kept = relaxed(many)
@@ -248,6 +398,9 @@ def test_the_work_is_bounded() -> None:
     for _ in range(50_000):
         deep = {"items": deep}
     assert relaxed(deep).schema is deep
+    chain = {f"n{i}": {"$ref": f"#/$defs/n{i + 1}", "type": "object"} for i in range(20_000)}
+    chain["n20000"] = {"$ref": "#/$defs/n0", "type": "object"}
+    assert len(relaxed({"$ref": "#/$defs/n0", "$defs": chain}).dropped) == MAX_NAMED
     cycle = {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#"}, {"not": {}}]}}}
     assert relaxed(cycle).dropped == ((".$defs.a.anyOf[1]", "not"),)
     assert is_enforceable("(" * 100_000 + ")" * 100_000)

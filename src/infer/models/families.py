@@ -632,7 +632,9 @@ def decoder(
 
 
 def read_dtype(reader: ConfigReader) -> str:
-    """The dtype of the checkpoint, which is written under two names."""
+    """The dtype of the checkpoint, which is written under two names; "auto" says none."""
+    if reader.raw.get("dtype") == "auto" or reader.raw.get("torch_dtype") == "auto":
+        reader.use({name: None if each == "auto" else each for name, each in reader.raw.items()})
     name = "dtype" if reader.raw.get("dtype") is not None else "torch_dtype"
     return str(reader.only(name, ("bfloat16", "float16", "float32"), "float32"))
 

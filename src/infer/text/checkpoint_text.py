@@ -202,7 +202,8 @@ class _Folder:
             if value is None and isinstance(config.get("text_config"), dict):
                 value = config["text_config"].get("eos_token_id")  # multimodal models
             values: list[Any] = value if isinstance(value, list) else [value]
-            values = [_whole(one) for one in values if one is not None]
+            # -1 is a word for none, as null is.
+            values = [one for one in map(_whole, values) if one is not None and one != -1]
             if all(type(one) is int and 0 <= one < 2**31 for one in values):
                 ids += values
             else:
@@ -213,7 +214,7 @@ class _Folder:
         return tuple(dict.fromkeys(ids))
 
     def templates(self, config: Mapping[str, Any]) -> dict[str, str]:
-        """Chat templates by name.
+        """Chat templates by name. An empty one is none.
 
         Template files take precedence over the entry in tokenizer_config.json, as in transformers.
         """
@@ -222,13 +223,13 @@ class _Folder:
             for file in sorted(self.path.glob(f"{folder}/*.jinja")):
                 names[file.stem] = f"{folder}/{file.name}"
         texts = {name: self.text(file) for name, file in names.items()}
-        found = {name: text for name, text in texts.items() if text is not None}
+        found = {name: text for name, text in texts.items() if text and text.strip()}
         if found:
             return found
         legacy = self.json_object("chat_template.json")
         for source, holder in (("chat_template.json", legacy), ("tokenizer_config.json", config)):
             value = holder.get("chat_template")
-            if value is None:
+            if value is None or (isinstance(value, str) and not value.strip()):
                 continue
             if isinstance(value, str):
                 return {"default": value}

@@ -17,7 +17,7 @@ from tests.support.doubles import make_hash_core, small_text_files
 
 
 def built(**settings: Any) -> Fingerprint:
-    blueprint = prepare(EngineConfig(max_seq_len=128, device="cpu", **settings))
+    blueprint = prepare(EngineConfig(**{"max_seq_len": 128, "device": "cpu", **settings}))
     core, _ = blueprint.build(lambda request_id: None)
     found = blueprint.fingerprint(core)
     assert core.scheduler.allocator.num_free == core.scheduler.allocator.num_usable
@@ -32,6 +32,18 @@ def test_it_depends_on_the_bits_and_not_on_sizes() -> None:
     other = built(dtype="bfloat16")
     assert (other.model, other.protocol) == (one.model, one.protocol)
     assert other.numbers != one.numbers
+
+
+@pytest.mark.parametrize("max_seq_len", [1, 2, 17, 32, 33])
+def test_an_engine_of_short_sequences_has_one(
+    max_seq_len: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its prompt was longer than the sequences that the model computes: a traceback at the start,
+    and engines that were equal to no others."""
+    one = built(dtype="float32", max_seq_len=max_seq_len)
+    assert built(dtype="float32", max_seq_len=max_seq_len) == one
+    assert (one == built(dtype="float32")) is (max_seq_len >= PROMPT_TOKENS)
+    assert "fingerprint" not in caplog.text
 
 
 class Changed:

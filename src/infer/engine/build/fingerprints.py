@@ -25,9 +25,9 @@ from infer.version import VERSION
 log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 33
-"""length of the prompt; the last token is computed in a step of its own"""
+"""length of the prompt, if the engine has room for it; the last token has a step of its own"""
 POSITIONS = (0, 7, 15, 24, 31, 32)
-"""positions of the prompt whose logits are hashed"""
+"""positions of the prompt whose logits are hashed, and the last one"""
 
 
 def fingerprint_of(
@@ -53,21 +53,24 @@ def _digest(*parts: bytes) -> str:
 
 
 def _logits(core: EngineCore, vocab_size: int) -> bytes:
-    """The logits of the fixed prompt; random bytes, which are equal to no others, if they cannot be
-    computed."""
-    prompt = tuple((7919 * i + 13) % vocab_size for i in range(PROMPT_TOKENS))
+    """The logits of the fixed prompt, or of what fits of it; random bytes, which are equal to no
+    others, if they cannot be computed."""
+    size = min(PROMPT_TOKENS, core.scheduler.config.max_seq_len)
+    prompt = tuple((7919 * i + 13) % vocab_size for i in range(size))
+    positions = tuple(dict.fromkeys(min(position, size - 1) for position in POSITIONS))
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
-    request = Request("fingerprint", prompt, sampling, 1, 1, logits_at=POSITIONS)
+    request = Request("fingerprint", prompt, sampling, 1, 1, logits_at=positions)
     sequence, allocator = Sequence.from_request(request, 0), core.scheduler.allocator
     sequence.table = PageTable()
-    if not allocator.grow(sequence.table, PROMPT_TOKENS):
-        log.warning("the engine has no fingerprint: its cache has no %d tokens", PROMPT_TOKENS)
+    if not allocator.grow(sequence.table, size):
+        log.warning("the engine has no fingerprint: its cache has no %d tokens", size)
         return secrets.token_bytes(32)
     try:
-        for start, count in ((0, PROMPT_TOKENS - 1), (PROMPT_TOKENS - 1, 1)):
-            core.runner.execute((Chunk(sequence, start, count),))
-            sequence.num_computed = start + count
-        return b"".join(sequence.logits[position].tobytes() for position in POSITIONS)
+        for start, count in ((0, size - 1), (size - 1, 1)):
+            if count:
+                core.runner.execute((Chunk(sequence, start, count),))
+                sequence.num_computed = start + count
+        return b"".join(sequence.logits[position].tobytes() for position in positions)
     except Exception:
         log.exception("the engine has no fingerprint: its prompt cannot be computed")
         return secrets.token_bytes(32)

@@ -137,7 +137,8 @@ def _of_assistant(blocks: list[Object], path: str, noted: list[str] | None) -> O
         if kind == "thinking":
             thoughts.append(member(block, "thinking", str, here))
         elif kind == "tool_use":
-            name, given = (member(block, "name", str, here), member(block, "input", dict, here))
+            # An `input` that is no object is what a cut call has left: the chat takes it as it is.
+            name, given = member(block, "name", str, here), block.get("input")
             function = {"name": name, "arguments": given}
             call_id = member(block, "id", str, here)
             calls.append({"id": call_id, "type": "function", "function": function})

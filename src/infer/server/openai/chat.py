@@ -474,8 +474,8 @@ def _chat_sampling(engine: AsyncLLM, wire: ChatBody) -> Iterator[SamplingParams]
             message = "max_tokens and max_completion_tokens differ; send one of them"
             raise RequestError(message, param="max_tokens")
         most, names["max_tokens"] = wire.max_completion_tokens, "max_completion_tokens"
-    if logprobs is None and wire.logprobs:
-        logprobs = 0
+    if not logprobs:  # 0 beside `logprobs: false` asks for none
+        logprobs = 0 if wire.logprobs else None
     with in_callers_names(names):
         check_stream_format(wire, logprobs)
         wire.check_strict()

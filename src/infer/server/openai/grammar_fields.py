@@ -15,15 +15,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pydantic import ValidationInfo
+
 from infer.errors import RequestError, UnprocessableError
+from infer.server.openai.content_parts import leave_out
 from infer.text.answer_parser import takes_nothing
 from infer.text.grammars.schema_relaxing import DroppedKeywords, relaxed
 from infer.types.grammar import MAX_GRAMMAR_CHARS, Grammar
 
 FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex",
           "guided_choice", "guided_grammar")  # fmt: skip
-_MEMBER_OF = {"json_schema": "json_schema", "json_object": "schema"}
-"""type of a response_format → the other field that it may have"""
+_MEMBERS = {"text": {"type"}, "json_object": {"type", "schema"},
+            "json_schema": {"type", "json_schema"}}  # fmt: skip
+"""type of a response_format → the members that mean something"""
+_NAMED = frozenset(("name", "description", "schema", "strict"))
+"""members of a json_schema"""
 
 MAX_WARNED = 8
 """Maximum number of keywords that a header names."""
@@ -78,14 +84,29 @@ def enforced_tools(
     for i, tool in tools:
         function = tool["function"]
         given = function.get("parameters") or {}
-        parameters = relaxed(given)
+        asked, other = _of_object(given)
+        parameters = relaxed(asked)
         path = f"tools[{i}].function.parameters"
-        names += _named(parameters.dropped, path, is_strict=function.get("strict") is True)
+        dropped = (*other, *parameters.dropped)
+        names += _named(dropped, path, is_strict=function.get("strict") is True)
         schema = parameters.schema
         if takes_nothing(schema) and not takes_nothing(given):  # what described it was dropped
             schema = {**schema, "additionalProperties": True}
         kept.append({**tool, "function": {**function, "parameters": schema}})
     return kept, tuple(names)
+
+
+def _of_object(parameters: dict[str, Any]) -> tuple[dict[str, Any], tuple[DroppedKeywords, ...]]:
+    """(parameters whose `type` is an object, what they have lost), since arguments are one.
+
+    A malformed `type` is left to `relaxed`.
+    """
+    types = parameters.get("type", "object")
+    names = types if isinstance(types, list) else [types]
+    if types == "object" or not names or not all(isinstance(name, str) for name in names):
+        return parameters, ()
+    other = () if "object" in names else (DroppedKeywords("", f"type {', '.join(names)[:64]!r}"),)
+    return {**parameters, "type": "object"}, other
 
 
 def _named(dropped: Sequence[DroppedKeywords], path: str, *, is_strict: bool) -> tuple[str, ...]:
@@ -109,28 +130,34 @@ def warning_of(dropped: Sequence[str]) -> str | None:
     return f"not enforced: {', '.join(named)}" + (f" and {rest} more" if rest else "")
 
 
-def response_format(value: Any) -> Grammar | None:
+def response_format(value: Any, info: ValidationInfo) -> Grammar | None:
     """The grammar of a `response_format`; None for the type `text`.
 
     A `json_object` may have a `schema`, which some clients add; a `json_schema` has
-    `{"json_schema": {"name", "schema"}}`, whose name has no effect and may be missing.
+    `{"json_schema": {"name", "schema"}}`, whose name has no effect and may be missing, or, as other
+    servers take it, the same members itself. Members without a meaning are noted in the context,
+    which is a list; without one they are a 422.
     """
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         raise RequestError("response_format must be an object with a type")
-    allowed = {"type", _MEMBER_OF.get(kind, "type")}
-    if unknown := sorted(value.keys() - allowed):
-        raise UnprocessableError(f"response_format of this type has no field {unknown[0][:64]!r}")
-    if kind == "json_schema":
-        return _named_schema(value.get("json_schema"))
-    if kind not in ("text", "json_object"):
+    if kind not in _MEMBERS:
         kinds = "'text', 'json_object' or 'json_schema'"
         raise UnprocessableError(f"response_format: type must be {kinds}")
+    if kind == "json_schema":
+        given, path = value.get("json_schema"), "response_format.json_schema"
+        if given is None and "schema" in value:
+            given = {name: value[name] for name in _NAMED & value.keys()}
+            leave_out(value, {"type", *_NAMED}, "response_format", info.context)
+            return _named_schema(given, "response_format", info.context)
+        leave_out(value, _MEMBERS[kind], "response_format", info.context)
+        return _named_schema(given, path, info.context)
+    leave_out(value, _MEMBERS[kind], "response_format", info.context)
+    if kind == "text":
+        return None
     schema = value.get("schema")
     if schema is not None and not isinstance(schema, dict):
         raise RequestError("response_format: schema must be an object")
-    if kind == "text":
-        return None
     return _asked(schema, "response_format.schema")
 
 
@@ -141,29 +168,24 @@ def _asked(
     return AskedSchema(plain.kind, plain.text, path, is_strict)
 
 
-def _named_schema(value: Any) -> Grammar:
+def _named_schema(value: Any, path: str, noted: list[str] | None) -> Grammar:
     if not isinstance(value, dict) or not isinstance(value.get("name") or "", str):
         raise RequestError("response_format: json_schema must be an object whose name is a string")
-    if unknown := sorted(value.keys() - {"name", "description", "schema", "strict"}):
-        raise UnprocessableError(f"response_format: json_schema has no field {unknown[0][:64]!r}")
+    leave_out(value, set(_NAMED), "json_schema", noted)
     schema = value.get("schema")
     if schema is not None and not isinstance(schema, dict):
         raise RequestError("response_format: json_schema.schema must be an object")
-    path, is_strict = "response_format.json_schema.schema", value.get("strict") is True
-    return _asked(schema, path, is_strict=is_strict)
+    return _asked(schema, f"{path}.schema", is_strict=value.get("strict") is True)
 
 
-def outputs(value: Any) -> Grammar | None:
+def outputs(value: Any, info: ValidationInfo) -> Grammar | None:
     """The grammar of `structured_outputs`: an object with exactly one of `json`, `json_object`,
-    `regex`, `choice` and `grammar`."""
+    `regex`, `choice` and `grammar`. Other members are noted or refused, as in `response_format`."""
     if not isinstance(value, dict):
         raise RequestError("structured_outputs must be an object")
     given = {name: member for name, member in value.items() if member not in (None, False)}
-    if unknown := sorted(given.keys() - _OUTPUTS):
-        known = ", ".join(_OUTPUTS)
-        raise UnprocessableError(
-            f"structured_outputs has no field {unknown[0][:64]!r}; known are {known}"
-        )
+    leave_out(given, set(_OUTPUTS), "structured_outputs", info.context)
+    given = {name: member for name, member in given.items() if name in _OUTPUTS}
     if len(given) != 1:
         raise RequestError(f"structured_outputs needs exactly one of {', '.join(_OUTPUTS)}")
     ((name, member),) = given.items()

@@ -129,7 +129,7 @@ def _variables(value: Any) -> dict[str, Any]:
     return value
 
 
-def _thinking(value: Any) -> bool | None:
+def _thinking(value: Any, info: ValidationInfo) -> bool | None:
     """Whether to think, from a boolean or an object with a `type`; None: as the model does."""
     if isinstance(value, bool):
         return value
@@ -137,6 +137,8 @@ def _thinking(value: Any) -> bool | None:
     if kind not in ("enabled", "disabled", "adaptive", "auto"):
         words = "{'type': 'enabled', 'disabled' or 'adaptive'}"
         raise RequestError(f"thinking must be true, false or {words}")
+    if isinstance(value, dict):
+        content_parts.leave_out(value, {"type", "budget_tokens"}, "thinking", info.context)
     return None if kind in ("adaptive", "auto") else kind == "enabled"
 
 
@@ -147,7 +149,8 @@ def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
         raise RequestError(f"{info.field_name} must be a list of objects")
     if len(value) > MAX_TOOLS:
         raise UnprocessableError(f"{info.field_name} must be a list of at most {MAX_TOOLS}")
-    for item in value:
+    items = [_without_null_type(item) for item in value]
+    for item in items:
         function, kind = item.get("function"), item.get("type", "function")
         if info.field_name == "tools" and kind != "function" and isinstance(kind, str):
             continue  # named in a header
@@ -158,24 +161,38 @@ def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
             raise RequestError(f"{info.field_name}: {words}")
         if not isinstance(function.get("parameters") or {}, dict):
             raise RequestError(f"{info.field_name}: parameters must be an object, a JSON schema")
-    return value
+    return items
 
 
-def _tool_choice(value: Any) -> str | dict[str, Any]:
+def _without_null_type(item: dict[str, Any]) -> dict[str, Any]:
+    if "type" in item and item["type"] is None:
+        return {name: member for name, member in item.items() if name != "type"}
+    return item
+
+
+def _tool_choice(value: Any, info: ValidationInfo) -> str | dict[str, Any]:
     """The choice: "none", "auto", "required", a function as `{"name": …}`, or functions as
-    `{"mode": "auto" or "required", "names": […]}`."""
+    `{"mode": "auto" or "required", "names": […]}`. Members without a meaning are noted in the
+    context, or refused without one."""
     if isinstance(value, dict) and value.get("type") == "allowed_tools":
         return _allowed_tools(value)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and value.get("type") == "function":
         function = value.get("function")
-        if value == {"type": "function", "function": function} and isinstance(function, dict):
-            name = function.get("name")
-            if isinstance(name, str) and len(function) == 1:
-                return {"name": name}
-    elif value in ("none", "auto", "required"):
-        return str(value)
+        named = value if function is None else function  # `/v1/responses` has the name in `value`
+        if isinstance(named, dict) and isinstance(named.get("name"), str):
+            content_parts.leave_out(
+                value, {"type", "function", "name"}, "tool_choice", info.context
+            )
+            content_parts.leave_out(named, {"type", "name"}, "tool_choice", info.context)
+            return {"name": named["name"]}
+    elif isinstance(value, str) and value in _CHOICES:
+        return _CHOICES[value]
     words = "{'type': 'function', 'function': {'name': string}}"
     raise RequestError(f"tool_choice must be 'none', 'auto', 'required' or {words}")
+
+
+_CHOICES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
+"""what may be chosen; "any" is Mistral's name"""
 
 
 def _allowed_tools(value: dict[str, Any]) -> dict[str, Any]:
@@ -369,7 +386,7 @@ class Body(Wire):
 
     unknown_model_status: ClassVar[int] = 404
     """status of the error where this server has no model of that name"""
-    model: str | None = None
+    model: Annotated[str | None, BeforeValidator(lambda name: None if name == "" else name)] = None
 
 
 class GeneratingBody(Body):
@@ -560,9 +577,14 @@ class Message(Wire):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_refusal(cls, value: Any) -> Any:
-        """An assistant that refused has said so in `refusal`, in place of a content."""
-        if isinstance(value, dict) and value.get("role") == "assistant":
+    def _read_content(cls, value: Any) -> Any:
+        """An assistant that refused has said so in `refusal`, in place of a content; a tool that
+        has no result has said nothing."""
+        if not isinstance(value, dict):
+            return value
+        if value.get("role") == "tool" and value.get("content") is None:
+            return {**value, "content": ""}
+        if value.get("role") == "assistant":
             refusal = value.get("refusal")
             if isinstance(refusal, str) and value.get("content") is None:
                 return {**value, "content": refusal, "refusal": None}

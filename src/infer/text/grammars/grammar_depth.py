@@ -92,7 +92,8 @@ def anchors_in(nodes: Iterable[Any]) -> dict[str, Any]:
         if isinstance(node, dict):
             for key in ("$anchor", "$dynamicAnchor", "$id", "id"):
                 if isinstance(name := node.get(key), str):
-                    anchors.setdefault(name.removesuffix("#"), node)
+                    # `#name` as an id is an anchor, up to draft 7
+                    anchors.setdefault(name.removesuffix("#").removeprefix("#"), node)
     return anchors
 
 

@@ -19,8 +19,14 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from infer.text.grammars.grammar_bounds import (
+    is_bound_enforceable,
+    is_multiple_enforceable,
+    is_value_enforceable,
+)
 from infer.text.grammars.grammar_depth import anchors_in, nodes_of, target_of
 from infer.text.grammars.patterns import is_enforceable
+from infer.text.grammars.schema_circles import asserted, circular, leads_back, members
 
 FORMATS = frozenset(
     ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid",
@@ -53,7 +59,11 @@ _DIALECTS = frozenset(
      "http://json-schema.org/draft-07/schema", "https://json-schema.org/draft/2019-09/schema",
      "https://json-schema.org/draft/2020-12/schema")
 )  # fmt: skip
-_URI = re.compile(r"[A-Za-z][\w+.-]*:[^\s<>{}|\\^`]*|[^\s:<>{}|\\^`]*", re.ASCII)
+_URI = re.compile(
+    r"[A-Za-z][\w+.-]*:(//[\w.-]*(:\d+)?(?=[/?#]|$)|(?!//))[^\s<>{}|\\^`[\]#]*#?"
+    r"|(?!//)[^\s:<>{}|\\^`[\]#]*#?",
+    re.ASCII,
+)
 _ANYTHING = frozenset(("", "^", "$", ".*", "^.*", ".*$", "^.*$", ".+", "^.+", ".+$", "^.+$"))
 _PREFIX = re.compile(r"\^[\w-]+")
 _SCHEMA_MAPS = ("properties", "patternProperties")
@@ -63,9 +73,14 @@ _JOINING = ("allOf", "anyOf", "oneOf", "$ref")
 _COUNTS = (
     "minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties",
 )  # fmt: skip
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_MAX_REPEATED = 100_000
-"""Largest `maxLength` that is enforced."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_SAYING = frozenset(
+    ("$ref", "const", "enum", "format", "multipleOf", "pattern", "required", "type", *_BOUNDS,
+     *_COUNTS, *_SCHEMA_LISTS, *_SCHEMA_MAPS, *_SCHEMAS)
+)  # fmt: skip
+"""Keywords that forbid something; all others are notes."""
+_MOST = {"maxLength": 100_000, "minLength": 10**9}
+"""Largest lengths that are enforced."""
 MAX_NAMED = 1000
 """Maximum number of dropped keywords that are returned."""
 _MAX_SHOWN_CHARS = 64
@@ -116,9 +131,15 @@ class _Relaxing:
         self.has_changed = False
         nodes = nodes_of(root)
         self._anchors = anchors_in(nodes)
-        self._has_references = any("$ref" in node for node in nodes if isinstance(node, dict))
+        references = [node["$ref"] for node in nodes if isinstance(node, dict) and "$ref" in node]
+        self._has_references = bool(references)
+        self._has_distant_references = not all(str(one).startswith("#") for one in references)
+        self._has_named_references = not all(str(one).startswith("#/") for one in references)
         self._stack: list[tuple[dict[str, Any], _Path, bool]] = [(root, None, False)]
         self._references: list[tuple[dict[str, Any], _Path]] = []
+        self._visited: list[tuple[dict[str, Any], _Path]] = []
+        self._loops: dict[int, bool] = {}
+        """whether a reference means only itself, by the ids of nodes that were asked"""
 
     def run(self) -> None:
         seen = set[int]()
@@ -129,11 +150,14 @@ class _Relaxing:
             seen.add(id(node))
             self._drop_unknown(node, path)
             self._drop_malformed(node, path)
+            self._relax_numbers(node, path)
             self._relax_properties(node, path, is_joined)
             self._relax_identity(node, path)
             self._visit_inside(node, path)
+            self._visited.append((node, path))
+        self._open_circles()
         for node, path in self._references:  # their targets may have been dropped meanwhile
-            if self._target(node) is None:
+            if "$ref" in node and (self._target(node) is None or self._means_itself(node)):
                 self._drop(node, path, "$ref")
 
     def _drop(
@@ -149,6 +173,8 @@ class _Relaxing:
         if len(self.dropped) < MAX_NAMED:
             if isinstance(value, str):
                 keyword = f"{keyword} {value[:_MAX_SHOWN_CHARS]!r}"
+            elif type(value) in (int, float):
+                keyword = f"{keyword} {value}"
             self.dropped.append(DroppedKeywords(_spelled(path), keyword))
 
     def _drop_unknown(self, node: dict[str, Any], path: _Path) -> None:
@@ -173,13 +199,9 @@ class _Relaxing:
                 node[name] = value = int(value)
                 self.has_changed = True
             is_count = type(value) is int and value >= 0
-            if is_count and name == "maxLength":
-                is_count = node[name] <= _MAX_REPEATED
+            if is_count and name in _MOST:
+                is_count = node[name] <= _MOST[name]
             if name in node and not is_count:
-                self._drop(node, path, name)
-        for name in _BOUNDS:
-            is_number = isinstance(node.get(name), int | float)  # draft 4: true beside a bound
-            if name in node and (not is_number or (name == "multipleOf" and not node[name])):
                 self._drop(node, path, name)
         types = node.get("type", "string")
         names = types if isinstance(types, list) else [types]
@@ -198,6 +220,20 @@ class _Relaxing:
             is_schema = isinstance(node.get(name), dict | bool)
             is_tuple = name == "items" and isinstance(node.get(name), list)
             if name in node and not is_schema and not is_tuple:
+                self._drop(node, path, name)
+
+    def _relax_numbers(self, node: dict[str, Any], path: _Path) -> None:
+        """Drop numbers that llguidance cannot represent, such as bounds of 64 bits."""
+        types = node.get("type")
+        names = types if isinstance(types, list) else [types]
+        of_integer = "integer" in names and "number" not in names
+        for name in _BOUNDS:
+            if name in node and not is_bound_enforceable(name, node[name], of_integer=of_integer):
+                self._drop(node, path, name)
+        if "multipleOf" in node and not is_multiple_enforceable(node["multipleOf"]):
+            self._drop(node, path, "multipleOf")
+        for name in ("const", "enum"):
+            if name in node and not is_value_enforceable(node[name]):
                 self._drop(node, path, name)
 
     def _relax_properties(self, node: dict[str, Any], path: _Path, is_joined: bool) -> None:
@@ -226,10 +262,17 @@ class _Relaxing:
     def _relax_identity(self, node: dict[str, Any], path: _Path) -> None:
         """Names of schemas and references to them."""
         dialect = node.get("$schema")
-        if isinstance(dialect, str) and dialect.removesuffix("#") not in _DIALECTS:
+        is_known = isinstance(dialect, str) and dialect.removesuffix("#") in _DIALECTS
+        # To llguidance, dialects up to draft 7 have no anchors.
+        if "$schema" in node and (not is_known or self._has_named_references):
             self._drop(node, path, "$schema", silently=True)
         for name in ("$id", "id"):
-            if isinstance(node.get(name), str) and not _URI.fullmatch(node[name]):
+            value = node.get(name)
+            if not isinstance(value, str):
+                continue
+            if value.startswith("#"):  # an anchor, up to draft 7
+                node.setdefault("$anchor", value[1:])
+            if not self._has_distant_references or not _URI.fullmatch(value):
                 self._drop(node, path, name, silently=True)
         if "$dynamicAnchor" in node:  # an anchor too, for a `$ref`
             anchor = node.pop("$dynamicAnchor")
@@ -245,9 +288,62 @@ class _Relaxing:
             if isinstance(target, dict):
                 self._stack.append((target, _path_of(node["$ref"]), True))
 
+    def _open_circles(self) -> None:
+        """Leave bare what refers to a schema around it: first without notes, then the nodes that
+        refer themselves, then those of which a member does."""
+        if not self._has_references:
+            return
+        paths = {id(node): path for node, path in self._visited}
+        nodes = [node for node, _ in self._visited]
+        for turn in ("notes", "references", "lists"):
+            back, circle_of = circular(nodes, _inside, self._target)
+            for node in back:
+                self._open_circle(node, paths[id(node)], circle_of, turn)
+
+    def _open_circle(
+        self, node: dict[str, Any], path: _Path, circle_of: Mapping[int, int], turn: str
+    ) -> None:
+        kept, place = "$ref", 0
+        if "$ref" not in node:
+            circle = circle_of[id(node)]
+            referring = (
+                (name, i)
+                for name, i, member in members(node)
+                if leads_back(member, circle_of, circle, self._target)
+            )
+            kept, place = next(referring, ("allOf", 0))
+        is_due = turn == "lists" or (turn == "references" and kept == "$ref")
+        for name in asserted(node):
+            is_note = name not in _SAYING
+            if is_note or (name != kept and is_due):
+                self._drop(node, path, name, silently=is_note)
+        if is_due and kept == "allOf":
+            self._keep_member(node, path, place)
+
+    def _keep_member(self, node: dict[str, Any], path: _Path, kept: int) -> None:
+        for i in range(len(node["allOf"])):
+            if i != kept:
+                self._name((path, "allOf"), f"[{i}]", None)
+        node["allOf"] = [node["allOf"][kept]]
+
+    def _means_itself(self, node: dict[str, Any]) -> bool:
+        """Whether a reference leads back to itself over references alone, and so says nothing."""
+        seen = list[int]()
+        verdict = None
+        while verdict is None:
+            seen.append(id(node))
+            self._loops[id(node)] = True  # if it is met again
+            found = self._target(node) if "$ref" in node else _only_member(node)
+            if isinstance(found, dict):
+                verdict, node = self._loops.get(id(found)), found
+            else:
+                verdict = False
+        self._loops |= dict.fromkeys(seen, verdict)
+        return verdict
+
     def _target(self, node: dict[str, Any]) -> Any:
         """The schema that a `$ref` means; None if it is not in this schema."""
-        target = target_of(self.root, self._anchors, node["$ref"])
+        target = target_of(self.root, self._anchors, node.get("$ref"))
         return target if isinstance(target, dict | bool) else None
 
     def _visit_inside(self, node: dict[str, Any], path: _Path) -> None:
@@ -265,6 +361,24 @@ class _Relaxing:
                 elif not isinstance(member, bool):
                     inside[key] = True
                     self._name(where, "schema", member)
+
+
+def _inside(node: dict[str, Any]) -> list[Any]:
+    """The schemas within a schema, without those that a `$ref` means."""
+    found = list[Any]()
+    for name in (*_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS):
+        inside = node.get(name)
+        if isinstance(inside, dict) and name in _SCHEMA_MAPS:
+            found += inside.values()
+        else:
+            found += inside if isinstance(inside, list) else [inside]
+    return found
+
+
+def _only_member(node: dict[str, Any]) -> Any:
+    """The schema that is all that a node says; None if it says more."""
+    lists = [node[name] for name in _SCHEMA_LISTS if isinstance(node.get(name), list)]
+    return lists[0][0] if len(lists) == 1 and len(lists[0]) == 1 else None
 
 
 def _overlap(patterns: list[str]) -> bool:
