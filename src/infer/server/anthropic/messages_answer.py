@@ -71,15 +71,15 @@ class MessagesAnswer:
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         [output] = outputs
         self._usage.count(0, output)
-        parts = self._reader.push(0, output.text, end=True)
         content: list[dict[str, Any]] = []
-        if parts.reasoning:
-            content.append({"type": "thinking", "thinking": parts.reasoning, "signature": ""})
-        if parts.content:
-            content.append({"type": "text", "text": parts.content})
-        for call in parts.calls:
-            given = _object(call.arguments)
-            content.append({"type": "tool_use", **self._named(call), "input": given})
+        for parts in self._reader.push_in_order(output.text, end=True):
+            if parts.reasoning:
+                content.append({"type": "thinking", "thinking": parts.reasoning, "signature": ""})
+            if parts.content:
+                content.append({"type": "text", "text": parts.content})
+            for call in parts.calls:
+                given = _object(call.arguments)
+                content.append({"type": "tool_use", **self._named(call), "input": given})
         reason, string = self._reason(output.finish_reason, output.stop_string)
         ends = {"stop_reason": reason, "stop_sequence": string}
         return {**self._head, "content": content, **ends, "usage": Later(self._counts)}
@@ -127,8 +127,8 @@ class MessagesAnswer:
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         self._usage.count(index, delta)
         has_ended = delta.finish_reason is not None
-        parts = self._reader.push(index, delta.text, end=has_ended)
-        yield from self._blocks(parts)
+        for parts in self._reader.push_in_order(delta.text, end=has_ended):
+            yield from self._blocks(parts)
         if delta.finish_reason is not None:
             self._ended = self._reason(delta.finish_reason, delta.stop_string)
 

@@ -29,8 +29,9 @@ from infer.server.openai.schema import (
     limit,
 )
 from infer.server.openai.schema_base import Int, plain
+from infer.text.tools.call import BREAK
 
-BETWEEN = "\n\n"
+BETWEEN = BREAK
 """what stands between text blocks of one message"""
 BILLING = "x-anthropic-billing-header:"
 """beginning of a system block that one client sends for its own service; it changes with each
@@ -149,7 +150,7 @@ def _of_assistant(blocks: list[Object], path: str, noted: list[str] | None) -> O
                 texts.append(text)
     message: Object = {"role": "assistant", "content": BETWEEN.join(texts)}
     if any(thoughts):
-        message["reasoning_content"] = "".join(thoughts)
+        message["reasoning_content"] = BETWEEN.join(filter(None, thoughts))
     if calls:
         message["tool_calls"] = calls
     return message

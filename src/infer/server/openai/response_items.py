@@ -16,6 +16,7 @@ from infer.errors import RequestError
 from infer.server.openai.content_parts import FILE, IMAGE, leave_out_kind, member, shown_kind
 from infer.server.openai.ignored_fields import note
 from infer.server.openai.schema import Object
+from infer.text.tools.call import BREAK
 from infer.text.tools.forced_markup import TEXT_GRAMMAR
 
 JOIN = "__"
@@ -141,6 +142,8 @@ class ItemReader:
         self._noted = noted
         self._answer: Object | None = None
         """the assistant's message that further items may add to"""
+        self._origin = ""
+        """the response from which its last item is, as the ids of our items have it"""
 
     def messages(self, items: Iterable[Object]) -> Iterator[Object]:
         """Yield the messages of a chat."""
@@ -153,12 +156,24 @@ class ItemReader:
             yield self._answer
             self._answer = None
 
-    def _add(self, *after: str) -> Iterator[Object]:
-        """Begin another answer, unless the open one has none of the members `after`."""
-        if self._answer is not None and any(name in self._answer for name in after):
+    def _open(self, item: Object, *after: str) -> Iterator[Object]:
+        """Have an answer open: another one, if the open one has one of the members `after`. What
+        follows a call that has no result yet belongs to the same answer, and so does what this
+        server has said in the same response."""
+        name, answer = item.get("id"), self._answer or {"tool_calls": []}
+        origin = name.rpartition("_")[0].partition("_")[2] if isinstance(name, str) else ""
+        is_same = "tool_calls" in answer or (origin and origin == self._origin)
+        if not is_same and any(name in answer for name in after):
             yield from self._take()
         if self._answer is None:
             self._answer = {"role": "assistant"}
+        self._origin = origin
+
+    def _say(self, name: str, text: str) -> None:
+        """Add text to a member of the open answer."""
+        assert self._answer is not None
+        texts = [self._answer.get(name), text]
+        self._answer[name] = BREAK.join(filter(None, texts))
 
     def _read(self, item: Object, path: str) -> Iterator[Object]:
         kind = item.get("type", "message")
@@ -168,11 +183,10 @@ class ItemReader:
             text = text_of(item.get("content"), f"{path}.content", self._noted)
             text = text or text_of(item.get("summary"), f"{path}.summary", self._noted)
             if text:
-                yield from self._add("content", "tool_calls", "reasoning_content")
-                assert self._answer is not None
-                self._answer["reasoning_content"] = text
+                yield from self._open(item, "content")
+                self._say("reasoning_content", text)
         elif kind in ("function_call", "custom_tool_call"):
-            yield from self._add()
+            yield from self._open(item)
             assert self._answer is not None
             self._answer.setdefault("tool_calls", []).append(self._call(item, path))
         elif kind in _RESULTS:
@@ -193,9 +207,8 @@ class ItemReader:
             raise RequestError(f"{path}.role must be one of {words}", param=f"{path}.role")
         content = text_of(item.get("content"), f"{path}.content", self._noted)
         if role == "assistant":
-            yield from self._add("content", "tool_calls")
-            assert self._answer is not None
-            self._answer["content"] = content
+            yield from self._open(item, "content")
+            self._say("content", content)
             return
         yield from self._take()
         yield {"role": role, "content": content}
