@@ -99,15 +99,17 @@ class MessagesAnswer:
             return "tool_use", None
         return ("end_turn", None) if string is None else ("stop_sequence", string)
 
-    def _counts(self) -> dict[str, int]:
+    def _counts(self) -> dict[str, Any]:
         """The usage so far. What was read from the cache is not counted as input."""
         usage = self._usage.fields()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        num_thought = usage["completion_tokens_details"]["reasoning_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - num_cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached,
             "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": num_thought},
         }
 
     # ---- in pieces

@@ -38,10 +38,10 @@ BILLING = "x-anthropic-billing-header:"
 conversation and says nothing to a model"""
 _REPLACED = {
     "image": content_parts.IMAGE,
-    "document": "[document: this server reads text only]",
     "container_upload": content_parts.FILE,
 }
 """kinds of blocks that are no text → the text in their place"""
+_NO_DOCUMENT = "[document: this server reads text only]"
 _HIDDEN = frozenset(("redacted_thinking", "server_tool_use", "mcp_tool_use", "fallback"))
 """kinds of blocks that are left out and named"""
 
@@ -60,15 +60,29 @@ def _text(block: Object, path: str, noted: list[str] | None) -> str | None:
     kind = block.get("type")
     if kind == "text":
         return str(member(block, "text", str, path))
-    source = block.get("source")
-    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        return str(member(source, "data", str, f"{path}.source"))
-    if kind == "search_result":
-        return _joined(block.get("content", ""), f"{path}.content", noted)
+    if kind in ("document", "search_result"):
+        return _document(block, path, noted)
+    if kind == "compaction":
+        return str(block.get("content") or "") or None
     if isinstance(kind, str) and kind in _REPLACED:
         return _REPLACED[kind]
     content_parts.leave_out_kind(kind, path, "a block", noted)
     return None
+
+
+def _document(block: Object, path: str, noted: list[str] | None) -> str:
+    """The text of a document or a search result, behind what is said about it."""
+    about = [block.get(name) for name in ("title", "source", "context")]
+    source = block.get("source")
+    if block["type"] == "search_result":
+        text = _joined(block.get("content", ""), f"{path}.content", noted)
+    elif isinstance(source, dict) and source.get("type") == "text":
+        text = str(member(source, "data", str, f"{path}.source"))
+    elif isinstance(source, dict) and source.get("type") == "content":
+        text = _joined(source.get("content", ""), f"{path}.source.content", noted)
+    else:
+        text = _NO_DOCUMENT
+    return BETWEEN.join([*(said for said in about if isinstance(said, str) and said), text])
 
 
 def _joined(value: Any, path: str, noted: list[str] | None) -> str:
@@ -79,12 +93,22 @@ def _joined(value: Any, path: str, noted: list[str] | None) -> str:
 
 
 def _system(value: Any, info: ValidationInfo) -> str:
-    blocks = [
-        block
-        for block in _blocks(value, "system")
-        if not str(block.get("text", "")).startswith(BILLING)
-    ]
-    return _joined(blocks, "system", info.context)
+    return _rules(value, "system", info.context)
+
+
+def _rules(value: Any, path: str, noted: list[str] | None) -> str:
+    """The text of a system prompt, or of a system message, without a line of `BILLING`."""
+    kept = list[Object]()
+    for block in _blocks(value, path):
+        text = block.get("text")
+        if isinstance(text, str) and text.startswith(BILLING):
+            # Gateways join all blocks to one, so only the line goes.
+            text = text.partition("\n")[2].lstrip("\n")
+            if not text:
+                continue
+            block = {**block, "text": text}
+        kept.append(block)
+    return _joined(kept, path, noted)
 
 
 def _result(block: Object, path: str, tools: dict[str, Object], noted: list[str] | None) -> str:
@@ -215,16 +239,26 @@ def _tool_choice(value: Any) -> Object:
     return {"tool_choice": choice} | ({"parallel_tool_calls": False} if is_single else {})
 
 
+_THINKING = {
+    "enabled": "enabled",
+    "disabled": "disabled",
+    "adaptive": "adaptive",
+    "between_tools": "disabled",
+}
+"""`thinking.type` → the type of a chat; notes between calls are no thoughts but text here"""
+
+
 def _thinking(value: Any) -> Object:
     """The fields of a chat for `thinking`."""
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in ("enabled", "disabled", "adaptive"):
-        raise RequestError("thinking.type must be 'enabled', 'disabled' or 'adaptive'")
+    if kind not in _THINKING:
+        words = ", ".join(map(repr, _THINKING))
+        raise RequestError(f"thinking.type must be one of {words}")
     budget = value.get("budget_tokens") if kind == "enabled" else None
     if budget is not None and (type(budget) is not int or budget < 0):
         raise RequestError("thinking.budget_tokens must be an integer of at least 0")
     given = {} if budget is None else {"thinking_token_budget": budget}
-    return {"thinking": {"type": kind}, **given}
+    return {"thinking": {"type": _THINKING[kind]}, **given}
 
 
 def _output_config(value: Any) -> Object:
@@ -305,7 +339,7 @@ class CountTokensBody(AsChat):
             if role == "assistant":
                 yield _of_assistant(blocks, path, noted)
             elif role == "system":
-                yield {"role": "system", "content": _joined(blocks, path, noted)}
+                yield {"role": "system", "content": _rules(blocks, path, noted)}
             else:
                 yield from _of_user(blocks, path, tools, noted)
 
