@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.server.anthropic.messages_body import MessagesBody
+from infer.server.anthropic.messages_body import CHATS_NAMES, MessagesBody
 from infer.server.http.anthropic_errors import OVERLOADED, anthropic_error
 from infer.server.http.context import bare_id
 from infer.server.openai.answer_parts import TokenUsage, wire_reason
@@ -204,7 +204,7 @@ class MessagesApi:
     def make_requests(
         self, engine: AsyncLLM, wire: MessagesBody, answer_id: str
     ) -> Steps[list[Request]]:
-        with in_callers_names({"stop": "stop_sequences", "response_format": "output_config"}):
+        with in_callers_names(CHATS_NAMES):
             requests = yield from chat_requests(engine, wire.chat, answer_id)
             return requests
 

@@ -29,6 +29,7 @@ from infer.server.openai.schema import (
     limit,
 )
 from infer.server.openai.schema_base import Int, plain
+from infer.server.openai.to_engine import in_callers_names
 from infer.text.tools.call import BREAK
 
 BETWEEN = BREAK
@@ -279,7 +280,8 @@ def _output_config(value: Any) -> Object:
 
 _NO_EFFECT: ignored_fields.IgnoredValues = {
     "metadata": (dict,),
-    **dict.fromkeys(("context_management", "diagnostics", "mcp_servers"), (dict, list)),
+    **dict.fromkeys(("context_management", "diagnostics"), (dict, list)),
+    "compaction": (),  # asks for a summary in the place of an answer
     "cache_control": (dict,),
     **dict.fromkeys(("container", "inference_geo", "service_tier", "speed"), (str, dict)),
     **dict.fromkeys(("user_profile_id", "workspace_id"), (str,)),
@@ -287,6 +289,13 @@ _NO_EFFECT: ignored_fields.IgnoredValues = {
 }
 """fields that Anthropic's clients send and that change nothing here"""
 _BLOCKS = str | list[Object]
+CHATS_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+"""names of a chat's fields in an error → the client's"""
 
 
 def _thread(value: Any) -> None:
@@ -323,7 +332,8 @@ class CountTokensBody(AsChat):
             fields["tools"] = self.tools
         if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             fields["continue_final_message"] = True
-        self._chat = schema_base.read(ChatBody, fields, info.context)
+        with in_callers_names(CHATS_NAMES):
+            self._chat = schema_base.read(ChatBody, fields, info.context)
         return self
 
     def _chat_messages(self, noted: list[str] | None) -> Iterator[Object]:
