@@ -75,7 +75,7 @@ class Gathered:
     def begin(self, calls: Sequence[ToolCall]) -> None:
         """Add calls that have begun."""
         if calls:
-            self._runs.append(("calls", [*calls]))
+            self._runs.append(("calls", [(name, [arguments]) for name, arguments in calls]))
             self.last = "calls"
 
     def go_on(self, more: str) -> None:
@@ -83,8 +83,7 @@ class Gathered:
         if not more:
             return
         if self._runs and self._runs[-1][0] == "calls":
-            name, arguments = self._runs[-1][1][-1]
-            self._runs[-1][1][-1] = ToolCall(name, arguments + more)
+            self._runs[-1][1][-1][1].append(more)
         elif self._runs and self._runs[-1][0] == "more":
             self._runs[-1][1].append(more)
         else:
@@ -118,7 +117,8 @@ class Gathered:
 
 def _parts(found: Mapping[str, list[Any]]) -> Parts:
     more, reasoning, content = ("".join(found.get(kind, ())) for kind in _ORDER[:3])
-    return Parts(reasoning, content, tuple(found.get("calls", ())), more)
+    calls = (ToolCall(name, "".join(pieces)) for name, pieces in found.get("calls", ()))
+    return Parts(reasoning, content, tuple(calls), more)
 
 
 class Block(NamedTuple):
