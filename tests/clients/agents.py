@@ -45,8 +45,15 @@ from tests.support.published_templates import templates
 WINDOW = 600_000
 """in bytes, which are the tests' tokens: about 150,000 tokens of a real vocabulary"""
 TEMPLATE = "llama.cpp/Qwen-Qwen3-0.6B"
-RESULT = re.compile(r"<tool_response>|\[Tool result\]: ")
-"""The second is how OpenCode shows one to be summed up."""
+MARKUPS = {
+    "qwen3-coder": "llama.cpp/Qwen3-Coder",
+    "harmony": "llama.cpp/openai-gpt-oss-120b",
+    "glm": "llama.cpp/GLM-4.6",
+    "mistral": "llama.cpp/Mistral-Small-3.2-24B-Instruct-2506",
+}
+"""further formats of calls, and templates of models that write them"""
+RESULT = re.compile(r"<tool_response>|<\|start\|>functions\.|\[TOOL_RESULTS\]|\[Tool result\]: ")
+"""how the templates begin a result; the last is how OpenCode shows one to be summed up"""
 DONE = "Results so far: "
 """begins the script's summary of a history"""
 LONG = "seq -f %0100g "
@@ -270,7 +277,11 @@ def mortal_server(folder: Path, steps: Steps) -> Iterator[tuple[str, list[str]]]
 
 @contextmanager
 def scripted_server(
-    folder: Path, steps: Steps, window: int = WINDOW, sums_up: str | None = None
+    folder: Path,
+    steps: Steps,
+    window: int = WINDOW,
+    sums_up: str | None = None,
+    template: str = TEMPLATE,
 ) -> Iterator[tuple[str, AgentRunner]]:
     """A server of the script; yields its address and the runner."""
     runners: list[AgentRunner] = []
@@ -279,7 +290,7 @@ def scripted_server(
         runners.append(AgentRunner(tokenizer, way, steps, sums_up))
         return runners[0]
 
-    engine = talking(folder, templates()[TEMPLATE], make_runner, window)
+    engine = talking(folder, templates()[template], make_runner, window)
     with listening(engine, ServerSettings()) as url:
         yield url, runners[0]
 

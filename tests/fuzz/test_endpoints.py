@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from infer.server.tenancy.keys import KeyLimits, Keys
@@ -58,6 +58,8 @@ def test_every_request_has_an_answer(has_key: bool, tmp_path: Path) -> None:
         @QUICK
         @given(calls())
         def check(call: Call) -> None:
+            # A comparison computes for seconds: `tests/server/test_comparisons.py` has its bodies.
+            assume("/comparisons" not in call.path or not call.content.strip().startswith(b"{"))
             statuses[runner.run(sent(app, call, key))] += 1
 
         try:

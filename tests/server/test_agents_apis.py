@@ -3,6 +3,7 @@ as over chats; streams are the whole answers; whatever was answered can be sent 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ ANSWERS = {
     "a call": CALL,
     "text and a call": f"I will look.\n{CALL}",
     "thoughts and two calls": f"<think>\nHm.\n</think>\n\n{CALL}\n{CALL}",
+    "text behind a call": f"I will look.\n{CALL}\nThat was it.",
+    "thoughts behind a call": f"<think>\nHm.\n{CALL}\nWhat else?\n</think>\n\nThat was it.",
     "nothing": "",
 }
 CHAT_TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": CITY}}]
@@ -78,7 +81,8 @@ def message_of(events: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
             else:
                 message["content"][-1][member] += text
         elif name == "content_block_stop" and "input" in message["content"][-1]:
-            message["content"][-1]["input"] = json.loads("".join(texts) or "{}")
+            with contextlib.suppress(ValueError):  # one that was cut has no arguments
+                message["content"][-1]["input"] = json.loads("".join(texts) or "{}")
         elif name == "message_delta":
             message |= fields["delta"] | {"usage": fields["usage"]}
     assert events[-1][0] == "message_stop"
@@ -164,16 +168,16 @@ def spoken(path: str, answer: dict[str, Any]) -> tuple[str, str, list[Any]]:
     if path == MESSAGES:
         blocks = answer["content"]
         return (
-            "".join(block.get("thinking", "") for block in blocks),
-            "".join(block.get("text", "") for block in blocks),
+            "\n\n".join(block["thinking"] for block in blocks if "thinking" in block),
+            "\n\n".join(block["text"] for block in blocks if "text" in block),
             [block["input"] for block in blocks if block["type"] == "tool_use"],
         )
-    texts = {"reasoning": "", "message": ""}
+    texts: dict[str, list[str]] = {"reasoning": [], "message": []}
     for item in answer["output"]:
         if "content" in item:
-            texts[item["type"]] += item["content"][0]["text"]
+            texts[item["type"]].append(item["content"][0]["text"])
     calls = [json.loads(item["arguments"]) for item in answer["output"] if "arguments" in item]
-    return (texts["reasoning"], texts["message"], calls)
+    return ("\n\n".join(texts["reasoning"]), "\n\n".join(texts["message"]), calls)
 
 
 def conversations() -> Iterator[tuple[str, list[Any], dict[str, Any], dict[str, Any]]]:

@@ -373,8 +373,8 @@ CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
         *(422, "messages[0].nme", "unknown_parameter", "'name'"),
     ),
     (
-        said(*({"role": "user", "content": "x"} for _ in range(1025))),
-        *(422, "messages", None, "1024"),
+        said(*({"role": "user", "content": "x"} for _ in range(4097))),
+        *(422, "messages", None, "4096"),
     ),
     (
         said({"role": "user", "content": "x" * 512}),

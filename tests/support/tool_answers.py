@@ -110,7 +110,7 @@ CASES: list[tuple[ToolFormat | None, str, Parts]] = [
     (HERMES, f'<tool_call>{{"name": "f</tool_call> {HERMES_ONE}',
      Parts("", '<tool_call>{"name": "f</tool_call>', (F1,))),
     (HERMES, f"<tool_call>\n{{oh, {HERMES_ONE} and more",
-     Parts("", "<tool_call>\n{oh, and more", (F1,))),
+     Parts("", "<tool_call>\n{oh, \n\nand more", (F1,))),
     (HERMES, "<tool_call>" * 9, content("<tool_call>" * 9)),
     (HERMES, f"<tool_call>[{ONE}, {ONE}]</tool_call>", calls(F1, F1)),
     (NEMOTRON, f"Yes. <TOOLCALL>[{ONE}, {ONE}]</TOOLCALL>", Parts("", "Yes.", (F1, F1))),

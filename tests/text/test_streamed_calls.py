@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -31,6 +32,39 @@ def test_arguments_come_as_they_are_written(way: ToolFormat) -> None:
     given.append(parser.push("", end=True))
     assert joined(given) == [long]
     assert max(len(parts.more) for parts in given) < 30
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", FORMATS, ids=lambda way: way.name)
+@pytest.mark.parametrize("where", ["arguments", "text", "thoughts"])
+def test_an_answer_of_a_megabyte_takes_twice_the_time_of_half_of_it(
+    way: ToolFormat, where: str
+) -> None:
+    """In pieces of 16 characters and whole, by the best of three each."""
+    names = {"f": {"type": "object", "properties": {"note": {"type": "string"}}}}
+
+    def seconds(num_chars: int, size: int) -> float:
+        note = "a line of <b>text</b>, and more\n" * (num_chars // 32)
+        text = way.write([call("f", note=note if where == "arguments" else "x")])
+        if where == "thoughts" and way.name != "harmony":
+            text = f"<think>\n{note}</think>{text}"
+        elif where != "arguments":
+            text = note + text
+        times = list[float]()
+        for _ in range(3):
+            parser = parser_of(way, names=names)
+            begun = time.process_time()
+            for at in range(0, len(text), size):
+                parser.push(text[at : at + size])
+            parser.push("", end=True)
+            times.append(time.process_time() - begun)
+        return min(times)
+
+    for size in (16, 2_000_000):
+        half, whole = seconds(500_000, size), seconds(1_000_000, size)
+        print(f"{way.name}, {where}, {size}: {half:.3f} and {whole:.3f} s, {whole / half:.2f}")
+        assert whole < 3 * half
 
 
 def some_value(draw: random.Random, depth: int = 0) -> object:
@@ -76,6 +110,25 @@ def test_streamed_arguments_are_those_of_the_whole_answer(way: ToolFormat, round
     assert num_cases == rounds * 4
 
 
+def in_order(way: ToolFormat, pieces: list[str]) -> list[tuple[str, str]]:
+    """The parts of an answer in their order, each with its kind, whatever pieces they came in."""
+    parser, found = parser_of(way, names=NAMES), list[tuple[str, str]]()
+    for i, piece in enumerate(pieces):
+        for parts in parser.push_in_order(piece, end=i == len(pieces) - 1):
+            calls = [
+                part
+                for each in parts.calls
+                for part in (("call", each.name), ("given", each.arguments))
+            ]
+            new = [("given", parts.more), ("thought", parts.reasoning), ("text", parts.content)]
+            for kind, said in [*new, *calls]:
+                if found and found[-1][0] == kind != "call":
+                    found[-1] = (kind, found[-1][1] + said)
+                elif said:
+                    found.append((kind, said))
+    return found
+
+
 def check_splits(draw: random.Random, way: ToolFormat, text: str) -> None:
     whole = told_apart([text], way, names=NAMES)
     assert not whole.more
@@ -96,3 +149,4 @@ def check_splits(draw: random.Random, way: ToolFormat, text: str) -> None:
                 found.append(one.arguments)
         assert found == [one.arguments for one in whole.calls], pieces
         assert "".join(parts.content for parts in given) == whole.content, pieces
+        assert in_order(way, pieces) == in_order(way, [text]), pieces

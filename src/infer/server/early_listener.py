@@ -101,7 +101,7 @@ def as_bytes(answer: ErrorAnswer, head: RequestHead | None) -> bytes:
     be read."""
     request_id = (head and head.client_id) or secrets.token_hex(16)
     status, body = answer.status, answer.body
-    if head is not None and status >= 400 and is_anthropic(head.path):
+    if head is not None and status >= 400 and is_anthropic(head.path, head.headers):
         status, body = reformed_body(status, body, request_id)
     headers = {
         "date": time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -53,7 +54,7 @@ class TurnAway:
             return None
         context = RequestContext.of(scope)
         response = describe(error, self._overload_status)
-        if is_anthropic(canonical_path(scope["path"])):
+        if is_anthropic(canonical_path(scope["path"]), Headers(scope=scope)):
             response = anthropic_response(response, context.shown_id)
         context.status, context.model = response.status_code, self._engine.model_name
         response.raw_headers += context.standard_headers

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from infer.text.tools.bare_calls import bare_calls
-from infer.text.tools.call import Block, Reading, taken
+from infer.text.tools.call import Block, Gathered, Reading
 from infer.text.tools.call import Parts as Parts
 from infer.text.tools.call import ToolCall as ToolCall
 from infer.text.tools.forced_markup import forced_markup, json_object
@@ -195,14 +195,24 @@ class AnswerParser:
         """The end of the reasoning so far."""
         self._trim = inside
         self._state = "reasoning" if inside else "begin" if thinks else "first"
-        self._reasoning: list[str] = []
-        self._content: list[str] = []
-        self._calls: list[ToolCall] = []
-        self._more: list[str] = []
+        self._gathered = Gathered()
         self._has_called = False
 
     def push(self, text: str, *, end: bool = False) -> Parts:
-        """Take a further piece of text; returns what has become certain. `end`: the last piece."""
+        """Take a further piece of text; returns what has become certain. `end`: the last piece.
+
+        Texts of one kind are joined: there is a blank line where a call stands between them.
+        """
+        self._take(text, end)
+        return self._gathered.joined()
+
+    def push_in_order(self, text: str, *, end: bool = False) -> list[Parts]:
+        """The same, divided where a text goes on behind a call. The order of all parts depends on
+        the whole text alone and not on its pieces."""
+        self._take(text, end)
+        return self._gathered.in_order()
+
+    def _take(self, text: str, end: bool) -> None:
         # What has been read is cut off the held text, which must not be long for that.
         for start in range(0, len(text), _MAX_STEP_CHARS):
             self._held += text[start : start + _MAX_STEP_CHARS]
@@ -210,7 +220,6 @@ class AnswerParser:
                 pass
         while end and self._advance(end):
             pass
-        return taken(self._reasoning, self._content, self._calls, self._more)
 
     def _advance(self, end: bool) -> bool:
         """Make one step in the current state; returns whether held text is left for the next."""
@@ -225,7 +234,7 @@ class AnswerParser:
             self._state = "first"
         if self._state == "reasoning":
             inside = () if tools is None or tools.is_bare or self._forced else tools.openings
-            return self._read_until_mark([self._thoughts.closing, *inside], self._reasoning, end)
+            return self._read_until_mark([self._thoughts.closing, *inside], "reasoning", end)
         if self._state == "first":
             self._state = "content"
             if tools is not None and tools.is_bare:
@@ -235,8 +244,8 @@ class AnswerParser:
                 self._state, self._reading = "block", reading(self._names)
         if self._state == "content":
             if tools is not None and tools.openings:
-                return self._read_until_mark(list(tools.openings), self._content, end)
-            self._output(self._content, self._held)
+                return self._read_until_mark(list(tools.openings), "content", end)
+            self._output("content", self._held)
             self._held = ""
             return False
         return self._read_block(end)
@@ -246,7 +255,7 @@ class AnswerParser:
         block = self._reading.read(self._held, end=end)
         if self._in_thought and not self._is_in_calls and self._is_no_call(block):
             # What follows the mark is reasoning, and may close it.
-            self._output(self._reasoning, self._before)
+            self._output("reasoning", self._before)
             self._state = "reasoning"
             return True
         if block is None:
@@ -258,13 +267,13 @@ class AnswerParser:
             if cut or (cut is not None and self._has_called):
                 calls, rest = cut, ""
         if calls is None:
-            given = self._reasoning if self._in_thought else self._content
+            given = "reasoning" if self._in_thought else "content"
             self._output(given, self._before + self._held[: block.size])
             self._state, self._held = "reasoning" if self._in_thought else "content", rest
             return bool(rest)
         self._is_in_calls = True
-        self._add_arguments(block.more)
-        self._calls += calls
+        self._gathered.go_on(block.more)
+        self._gathered.begin(calls)
         self._has_called = True
         after = "reasoning" if self._in_thought else "content"
         self._enter("block" if block.is_open else after, rest)
@@ -279,14 +288,7 @@ class AnswerParser:
         calls = block.calls or ()
         return block.calls is None or any(names and call.name not in names for call in calls)
 
-    def _add_arguments(self, more: str) -> None:
-        if self._calls:
-            name, arguments = self._calls[-1]
-            self._calls[-1] = ToolCall(name, arguments + more)
-        else:
-            self._more.append(more)
-
-    def _read_until_mark(self, marks: list[str], given: list[str], end: bool) -> bool:
+    def _read_until_mark(self, marks: list[str], given: str, end: bool) -> bool:
         """Output the text before the first of the marks, without the white space around it."""
         held = self._held
         found = min(
@@ -342,7 +344,7 @@ class AnswerParser:
             return False
         names = list(self._names or ())
         if not self._has_called and len(names) == 1:
-            self._calls.append(ToolCall(names[0], ""))
+            self._gathered.begin([ToolCall(names[0], "")])
         return self._has_called or len(names) == 1
 
     def _num_possible_mark_chars(self, mark: str) -> int:
@@ -357,12 +359,12 @@ class AnswerParser:
         self._state, self._held, self._trim, self._before = state, rest, True, ""
         self._tail = ""
 
-    def _output(self, given: list[str], text: str) -> None:
+    def _output(self, given: str, text: str) -> None:
         if self._trim:
             text = text.lstrip()
             self._trim = not text
-        given.append(text)
-        if given is self._reasoning:
+        self._gathered.add(given, text)
+        if given == "reasoning":
             self._tail = (self._tail + text)[-_MAX_TAIL_CHARS:]
 
 
@@ -409,6 +411,10 @@ class ForcedParser:
             return parts if parts.calls else parts._replace(content="".join(self._content))
         rest = begun.removeprefix(heads[name].rstrip()).strip()
         return parts._replace(calls=(ToolCall(name, rest if rest == "{" else ""),))
+
+    def push_in_order(self, text: str, *, end: bool = False) -> list[Parts]:
+        """See `AnswerParser.push_in_order`. Nothing goes on behind a call here."""
+        return [self.push(text, end=end)]
 
     def _begun(self) -> str:
         """The text behind the reasoning."""

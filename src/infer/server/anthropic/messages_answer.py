@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.server.anthropic.messages_body import MessagesBody
+from infer.server.anthropic.messages_body import CHATS_NAMES, MessagesBody
 from infer.server.http.anthropic_errors import OVERLOADED, anthropic_error
 from infer.server.http.context import bare_id
 from infer.server.openai.answer_parts import TokenUsage, wire_reason
@@ -71,15 +71,15 @@ class MessagesAnswer:
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         [output] = outputs
         self._usage.count(0, output)
-        parts = self._reader.push(0, output.text, end=True)
         content: list[dict[str, Any]] = []
-        if parts.reasoning:
-            content.append({"type": "thinking", "thinking": parts.reasoning, "signature": ""})
-        if parts.content:
-            content.append({"type": "text", "text": parts.content})
-        for call in parts.calls:
-            given = _object(call.arguments)
-            content.append({"type": "tool_use", **self._named(call), "input": given})
+        for parts in self._reader.push_in_order(output.text, end=True):
+            if parts.reasoning:
+                content.append({"type": "thinking", "thinking": parts.reasoning, "signature": ""})
+            if parts.content:
+                content.append({"type": "text", "text": parts.content})
+            for call in parts.calls:
+                given = _object(call.arguments)
+                content.append({"type": "tool_use", **self._named(call), "input": given})
         reason, string = self._reason(output.finish_reason, output.stop_string)
         ends = {"stop_reason": reason, "stop_sequence": string}
         return {**self._head, "content": content, **ends, "usage": Later(self._counts)}
@@ -99,15 +99,17 @@ class MessagesAnswer:
             return "tool_use", None
         return ("end_turn", None) if string is None else ("stop_sequence", string)
 
-    def _counts(self) -> dict[str, int]:
+    def _counts(self) -> dict[str, Any]:
         """The usage so far. What was read from the cache is not counted as input."""
         usage = self._usage.fields()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        num_thought = usage["completion_tokens_details"]["reasoning_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - num_cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached,
             "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": num_thought},
         }
 
     # ---- in pieces
@@ -127,8 +129,8 @@ class MessagesAnswer:
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         self._usage.count(index, delta)
         has_ended = delta.finish_reason is not None
-        parts = self._reader.push(index, delta.text, end=has_ended)
-        yield from self._blocks(parts)
+        for parts in self._reader.push_in_order(delta.text, end=has_ended):
+            yield from self._blocks(parts)
         if delta.finish_reason is not None:
             self._ended = self._reason(delta.finish_reason, delta.stop_string)
 
@@ -202,7 +204,7 @@ class MessagesApi:
     def make_requests(
         self, engine: AsyncLLM, wire: MessagesBody, answer_id: str
     ) -> Steps[list[Request]]:
-        with in_callers_names({"stop": "stop_sequences", "response_format": "output_config"}):
+        with in_callers_names(CHATS_NAMES):
             requests = yield from chat_requests(engine, wire.chat, answer_id)
             return requests
 

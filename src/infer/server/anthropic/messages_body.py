@@ -29,18 +29,20 @@ from infer.server.openai.schema import (
     limit,
 )
 from infer.server.openai.schema_base import Int, plain
+from infer.server.openai.to_engine import in_callers_names
+from infer.text.tools.call import BREAK
 
-BETWEEN = "\n\n"
+BETWEEN = BREAK
 """what stands between text blocks of one message"""
 BILLING = "x-anthropic-billing-header:"
 """beginning of a system block that one client sends for its own service; it changes with each
 conversation and says nothing to a model"""
 _REPLACED = {
     "image": content_parts.IMAGE,
-    "document": "[document: this server reads text only]",
     "container_upload": content_parts.FILE,
 }
 """kinds of blocks that are no text → the text in their place"""
+_NO_DOCUMENT = "[document: this server reads text only]"
 _HIDDEN = frozenset(("redacted_thinking", "server_tool_use", "mcp_tool_use", "fallback"))
 """kinds of blocks that are left out and named"""
 
@@ -59,15 +61,29 @@ def _text(block: Object, path: str, noted: list[str] | None) -> str | None:
     kind = block.get("type")
     if kind == "text":
         return str(member(block, "text", str, path))
-    source = block.get("source")
-    if kind == "document" and isinstance(source, dict) and source.get("type") == "text":
-        return str(member(source, "data", str, f"{path}.source"))
-    if kind == "search_result":
-        return _joined(block.get("content", ""), f"{path}.content", noted)
+    if kind in ("document", "search_result"):
+        return _document(block, path, noted)
+    if kind == "compaction":
+        return str(block.get("content") or "") or None
     if isinstance(kind, str) and kind in _REPLACED:
         return _REPLACED[kind]
     content_parts.leave_out_kind(kind, path, "a block", noted)
     return None
+
+
+def _document(block: Object, path: str, noted: list[str] | None) -> str:
+    """The text of a document or a search result, behind what is said about it."""
+    about = [block.get(name) for name in ("title", "source", "context")]
+    source = block.get("source")
+    if block["type"] == "search_result":
+        text = _joined(block.get("content", ""), f"{path}.content", noted)
+    elif isinstance(source, dict) and source.get("type") == "text":
+        text = str(member(source, "data", str, f"{path}.source"))
+    elif isinstance(source, dict) and source.get("type") == "content":
+        text = _joined(source.get("content", ""), f"{path}.source.content", noted)
+    else:
+        text = _NO_DOCUMENT
+    return BETWEEN.join([*(said for said in about if isinstance(said, str) and said), text])
 
 
 def _joined(value: Any, path: str, noted: list[str] | None) -> str:
@@ -78,12 +94,22 @@ def _joined(value: Any, path: str, noted: list[str] | None) -> str:
 
 
 def _system(value: Any, info: ValidationInfo) -> str:
-    blocks = [
-        block
-        for block in _blocks(value, "system")
-        if not str(block.get("text", "")).startswith(BILLING)
-    ]
-    return _joined(blocks, "system", info.context)
+    return _rules(value, "system", info.context)
+
+
+def _rules(value: Any, path: str, noted: list[str] | None) -> str:
+    """The text of a system prompt, or of a system message, without a line of `BILLING`."""
+    kept = list[Object]()
+    for block in _blocks(value, path):
+        text = block.get("text")
+        if isinstance(text, str) and text.startswith(BILLING):
+            # Gateways join all blocks to one, so only the line goes.
+            text = text.partition("\n")[2].lstrip("\n")
+            if not text:
+                continue
+            block = {**block, "text": text}
+        kept.append(block)
+    return _joined(kept, path, noted)
 
 
 def _result(block: Object, path: str, tools: dict[str, Object], noted: list[str] | None) -> str:
@@ -150,7 +176,7 @@ def _of_assistant(blocks: list[Object], path: str, noted: list[str] | None) -> O
                 texts.append(text)
     message: Object = {"role": "assistant", "content": BETWEEN.join(texts)}
     if any(thoughts):
-        message["reasoning_content"] = "".join(thoughts)
+        message["reasoning_content"] = BETWEEN.join(filter(None, thoughts))
     if calls:
         message["tool_calls"] = calls
     return message
@@ -215,16 +241,26 @@ def _tool_choice(value: Any) -> Object:
     return {"tool_choice": choice} | ({"parallel_tool_calls": False} if is_single else {})
 
 
+_THINKING = {
+    "enabled": "enabled",
+    "disabled": "disabled",
+    "adaptive": "adaptive",
+    "between_tools": "disabled",
+}
+"""`thinking.type` → the type of a chat; notes between calls are no thoughts but text here"""
+
+
 def _thinking(value: Any) -> Object:
     """The fields of a chat for `thinking`."""
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind not in ("enabled", "disabled", "adaptive"):
-        raise RequestError("thinking.type must be 'enabled', 'disabled' or 'adaptive'")
+    if kind not in _THINKING:
+        words = ", ".join(map(repr, _THINKING))
+        raise RequestError(f"thinking.type must be one of {words}")
     budget = value.get("budget_tokens") if kind == "enabled" else None
     if budget is not None and (type(budget) is not int or budget < 0):
         raise RequestError("thinking.budget_tokens must be an integer of at least 0")
     given = {} if budget is None else {"thinking_token_budget": budget}
-    return {"thinking": {"type": kind}, **given}
+    return {"thinking": {"type": _THINKING[kind]}, **given}
 
 
 def _output_config(value: Any) -> Object:
@@ -245,7 +281,8 @@ def _output_config(value: Any) -> Object:
 
 _NO_EFFECT: ignored_fields.IgnoredValues = {
     "metadata": (dict,),
-    **dict.fromkeys(("context_management", "diagnostics", "mcp_servers"), (dict, list)),
+    **dict.fromkeys(("context_management", "diagnostics"), (dict, list)),
+    "compaction": (),  # asks for a summary in the place of an answer
     "cache_control": (dict,),
     **dict.fromkeys(("container", "inference_geo", "service_tier", "speed"), (str, dict)),
     **dict.fromkeys(("user_profile_id", "workspace_id"), (str,)),
@@ -253,6 +290,13 @@ _NO_EFFECT: ignored_fields.IgnoredValues = {
 }
 """fields that Anthropic's clients send and that change nothing here"""
 _BLOCKS = str | list[Object]
+CHATS_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+"""names of a chat's fields in an error → the client's"""
 
 
 def _thread(value: Any) -> None:
@@ -289,7 +333,8 @@ class CountTokensBody(AsChat):
             fields["tools"] = self.tools
         if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
             fields["continue_final_message"] = True
-        self._chat = schema_base.read(ChatBody, fields, info.context)
+        with in_callers_names(CHATS_NAMES):
+            self._chat = schema_base.read(ChatBody, fields, info.context)
         return self
 
     def _chat_messages(self, noted: list[str] | None) -> Iterator[Object]:
@@ -305,7 +350,7 @@ class CountTokensBody(AsChat):
             if role == "assistant":
                 yield _of_assistant(blocks, path, noted)
             elif role == "system":
-                yield {"role": "system", "content": _joined(blocks, path, noted)}
+                yield {"role": "system", "content": _rules(blocks, path, noted)}
             else:
                 yield from _of_user(blocks, path, tools, noted)
 

@@ -7,12 +7,15 @@ changes what leaves the server.
 from __future__ import annotations
 
 import json
+from collections.abc import Container
 from typing import Any
 
 OVERLOADED = 529
 """Anthropic's status of a server without room"""
 NO_THREADS = "thread_unsupported_request"
 """code of the error that makes Anthropic's clients keep the conversation themselves"""
+VERSION = "anthropic-version"
+"""header of all requests of Anthropic's clients"""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -27,9 +30,11 @@ _TYPES = {
 """status → type of an error"""
 
 
-def is_anthropic(path: str) -> bool:
-    """Whether answers at this path have Anthropic's form."""
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
+def is_anthropic(path: str, headers: Container[str] = ()) -> bool:
+    """Whether errors have Anthropic's form: at the paths that only its API has, and elsewhere for
+    its clients, all of which send `anthropic-version`. `headers`: the names in lower case."""
+    at_home = path == "/v1/messages" or path.startswith("/v1/messages/")
+    return at_home or VERSION in headers
 
 
 def anthropic_error(
@@ -48,6 +53,11 @@ def anthropic_error(
 
 
 def reformed_body(status: int, data: bytes, request_id: str) -> tuple[int, bytes]:
-    """(status, body) of an error in Anthropic's form; `data`: its body in OpenAI's."""
-    status, fields = anthropic_error(status, json.loads(data)["error"], request_id)
+    """(status, body) of an error in Anthropic's form; `data`: its body in OpenAI's. What is no
+    error of OpenAI's, such as why a probe failed, stays as it is."""
+    try:
+        error = json.loads(data)["error"]
+    except (ValueError, LookupError, TypeError):
+        return status, data
+    status, fields = anthropic_error(status, error, request_id)
     return status, json.dumps(fields, separators=(",", ":")).encode()

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -194,7 +195,7 @@ class RequestBoundary:
         async def send_in_form(message: Message) -> None:
             """Hold the start of an error back until its body is there, if both change."""
             is_error = message["type"] == "http.response.start" and message["status"] >= 400
-            if is_error and is_anthropic(scope["path"]):
+            if is_error and is_anthropic(scope["path"], Headers(scope=scope)):
                 held.append(message)
                 return
             messages = [message]

@@ -522,6 +522,10 @@ class ChatReader:
         """What a further piece of choice `index` adds; `end`: the last one."""
         return self._parsers[index].push(text, end=end)
 
+    def push_in_order(self, text: str, *, end: bool) -> list[answer_parser.Parts]:
+        """The same of the only choice, in the order in which it was written; not beside `push`."""
+        return self._parsers[0].push_in_order(text, end=end)
+
 
 class ChatAnswer:
     """`AnswerFormat` and `StreamFormat` of chats. What is said about the prompt stands beside the

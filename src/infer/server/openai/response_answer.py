@@ -32,6 +32,7 @@ _BEGUN: Fields = {
     "output": [],
     "usage": None,
 }
+_MESSAGE: Fields = {"type": "message", "role": "assistant", "content": []}
 _ERROR_CODES = ("context_length_exceeded", "rate_limit_exceeded")
 """codes of errors that a response may have beside `server_error`"""
 
@@ -94,15 +95,19 @@ class ResponseAnswer:
     def body(self, outputs: Sequence[RequestOutput]) -> Fields:
         [output] = outputs
         self._reader.usage.count(0, output)
-        for _ in self._grow(self._reader.push(0, output.text, end=True)):
-            pass
+        for parts in self._reader.push_in_order(output.text, end=True):
+            for _ in self._grow(parts):
+                pass
         self._reason = output.finish_reason
         for _ in self._complete():
             pass
         return self._whole
 
     def _complete(self) -> Iterator[bytes]:
-        """Complete the last item, and with it the response."""
+        """Complete the last item, and with it the response. An answer without a word is an empty
+        message: without an item it would be missing from the history that is sent back."""
+        if not self._items:
+            yield from self._begin(_MESSAGE, "msg")
         yield from self._done()
         self._whole = {**self._response, **self._told, **self._ends()}
         if self._on_message is not None:
@@ -146,7 +151,8 @@ class ResponseAnswer:
     def piece(self, index: int, delta: TextDelta) -> Iterator[bytes]:
         self._reader.usage.count(index, delta)
         has_ended = delta.finish_reason is not None
-        yield from self._grow(self._reader.push(index, delta.text, end=has_ended))
+        for parts in self._reader.push_in_order(delta.text, end=has_ended):
+            yield from self._grow(parts)
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
             yield from self._complete()
@@ -189,8 +195,7 @@ class ResponseAnswer:
             yield from self._add(parts.reasoning)
         if parts.content:
             if not self._grows("message"):
-                message = {"type": "message", "role": "assistant", "content": []}
-                yield from self._begin(message, "msg")
+                yield from self._begin(_MESSAGE, "msg")
             yield from self._add(parts.content)
         for call in parts.calls:
             yield from self._begin_call(call)

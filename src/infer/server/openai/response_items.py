@@ -16,6 +16,7 @@ from infer.errors import RequestError
 from infer.server.openai.content_parts import FILE, IMAGE, leave_out_kind, member, shown_kind
 from infer.server.openai.ignored_fields import note
 from infer.server.openai.schema import Object
+from infer.text.tools.call import BREAK
 from infer.text.tools.forced_markup import TEXT_GRAMMAR
 
 JOIN = "__"
@@ -25,6 +26,8 @@ _REPLACED = {"input_image": IMAGE, "image_url": IMAGE, "input_file": FILE, "inpu
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text",
           "reasoning_text": "text", "refusal": "refusal"}  # fmt: skip
 """kind of a content part → the member that has its text"""
+_MORE_TOOLS = ("additional_tools", "tool_search_output")
+"""kinds of items that have tools which are known from there on"""
 _ROLES = ("user", "assistant", "system", "developer")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
 
@@ -66,13 +69,13 @@ _INPUT = {
 """parameters of a custom tool, as the model sees it"""
 
 
-def read_tools(value: Any) -> Tools:
+def read_tools(value: Any, path: str = "tools") -> Tools:
     """The tools of a request. Functions of a namespace are shown under joined names."""
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise RequestError("tools must be a list of objects")
+        raise RequestError(f"{path} must be a list of objects")
     found = Tools([], {}, value, {})
     for i, tool in enumerate(value):
-        _add_tool(found, tool, f"tools[{i}]", None)
+        _add_tool(found, tool, f"{path}[{i}]", None)
     return found
 
 
@@ -133,14 +136,41 @@ def text_of(content: Any, path: str, noted: list[str] | None) -> str:
     return "".join(texts)
 
 
+_MORE = "From now on these functions can be called, too:"
+
+
+def kind_of(item: Object) -> Any:
+    """The kind of an item. A message needs none, and neither does a reference to an item."""
+    kind = item.get("type")
+    if kind is None:
+        kind = "message" if "role" in item or "id" not in item else "item_reference"
+    return kind
+
+
+def _result_of(item: Object, path: str) -> Object:
+    """What says of which call an item is the result: its id, or else the function's name."""
+    if item.get("call_id") is not None:
+        return {"tool_call_id": member(item, "call_id", str, path)}
+    if item.get("name") is None:
+        return {}
+    namespace = item.get("namespace")
+    own = Tool(member(item, "name", str, path), namespace if isinstance(namespace, str) else None)
+    return {"name": own.shown_name}
+
+
 class ItemReader:
     """Makes messages of items; see the module's docstring."""
 
-    def __init__(self, noted: list[str] | None) -> None:
-        """`noted` gets the names of what is left out; None: that is refused."""
+    def __init__(self, noted: list[str] | None, tools: Tools = NO_TOOLS) -> None:
+        """`noted` gets the names of what is left out; None: that is refused. `tools`: those of the
+        request."""
         self._noted = noted
+        self.tools = Tools([*tools.shown], {**tools.known}, tools.given, {**tools.forms})
+        """those of the request, and those of its items, once they are read"""
         self._answer: Object | None = None
         """the assistant's message that further items may add to"""
+        self._origin = ""
+        """the response from which its last item is, as the ids of our items have it"""
 
     def messages(self, items: Iterable[Object]) -> Iterator[Object]:
         """Yield the messages of a chat."""
@@ -153,38 +183,65 @@ class ItemReader:
             yield self._answer
             self._answer = None
 
-    def _add(self, *after: str) -> Iterator[Object]:
-        """Begin another answer, unless the open one has none of the members `after`."""
-        if self._answer is not None and any(name in self._answer for name in after):
+    def _open(self, item: Object, *after: str) -> Iterator[Object]:
+        """Have an answer open: another one, if the open one has one of the members `after`. What
+        follows a call that has no result yet belongs to the same answer, and so does what this
+        server has said in the same response."""
+        name, answer = item.get("id"), self._answer or {"tool_calls": []}
+        origin = name.rpartition("_")[0].partition("_")[2] if isinstance(name, str) else ""
+        is_same = "tool_calls" in answer or (origin and origin == self._origin)
+        if not is_same and any(name in answer for name in after):
             yield from self._take()
         if self._answer is None:
             self._answer = {"role": "assistant"}
+        self._origin = origin
+
+    def _say(self, name: str, text: str) -> None:
+        """Add text to a member of the open answer."""
+        assert self._answer is not None
+        texts = [self._answer.get(name), text]
+        self._answer[name] = BREAK.join(filter(None, texts))
 
     def _read(self, item: Object, path: str) -> Iterator[Object]:
-        kind = item.get("type", "message")
+        kind = kind_of(item)
         if kind == "message":
             yield from self._message(item, path)
         elif kind == "reasoning":
             text = text_of(item.get("content"), f"{path}.content", self._noted)
             text = text or text_of(item.get("summary"), f"{path}.summary", self._noted)
             if text:
-                yield from self._add("content", "tool_calls", "reasoning_content")
-                assert self._answer is not None
-                self._answer["reasoning_content"] = text
+                yield from self._open(item, "content")
+                self._say("reasoning_content", text)
         elif kind in ("function_call", "custom_tool_call"):
-            yield from self._add()
+            yield from self._open(item)
             assert self._answer is not None
             self._answer.setdefault("tool_calls", []).append(self._call(item, path))
         elif kind in _RESULTS:
             yield from self._take()
             output = item.get("output")
             content = text_of(output, f"{path}.output", self._noted)
-            call_id = member(item, "call_id", str, path)
-            yield {"role": "tool", "tool_call_id": call_id, "content": content}
+            yield {"role": "tool", **_result_of(item, path), "content": content}
+        elif kind in _MORE_TOOLS:
+            yield from self._more_tools(item, path)
         elif isinstance(kind, str) and self._noted is not None:
             note(self._noted, kind)
         else:
             raise RequestError(f"{path} is an item with {shown_kind(kind)}", param=path)
+
+    def _more_tools(self, item: Object, path: str) -> Iterator[Object]:
+        """Show tools where the client has added them, so that the prompt before stays as it was."""
+        found, texts = read_tools(item.get("tools") or [], f"{path}.tools"), list[str]()
+        for tool in found.shown:
+            if tool["type"] != "function":
+                leave_out_kind(tool["type"], path, "a tool", self._noted)
+            elif (name := tool["function"]["name"]) not in self.tools.known:
+                self.tools.known[name] = found.known[name]
+                self.tools.shown.append({**tool, "defer_loading": True})
+                texts.append(json.dumps(tool["function"], ensure_ascii=False))
+        self.tools.forms.update(found.forms)
+        if texts:
+            yield from self._take()
+            yield {"role": "system", "content": "\n".join([_MORE, *texts])}
 
     def _message(self, item: Object, path: str) -> Iterator[Object]:
         role = item.get("role")
@@ -193,9 +250,8 @@ class ItemReader:
             raise RequestError(f"{path}.role must be one of {words}", param=f"{path}.role")
         content = text_of(item.get("content"), f"{path}.content", self._noted)
         if role == "assistant":
-            yield from self._add("content", "tool_calls")
-            assert self._answer is not None
-            self._answer["content"] = content
+            yield from self._open(item, "content")
+            self._say("content", content)
             return
         yield from self._take()
         yield {"role": role, "content": content}

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import RequestError, UnprocessableError
-from infer.server.openai import ignored_fields, schema_base
+from infer.server.openai import ignored_fields, schema, schema_base
 from infer.server.openai.chat import AsChat, ChatBody, GeneratingAsChat, chat_requests
 from infer.server.openai.generating_api import Keeps, OnMessage
 from infer.server.openai.response_answer import ResponseAnswer
-from infer.server.openai.response_items import NO_TOOLS, ItemReader, read_tools
+from infer.server.openai.response_items import NO_TOOLS, ItemReader, Tools, read_tools
 from infer.server.openai.schema import (
     MAX_MESSAGES,
     RANGES,
@@ -32,6 +32,9 @@ from infer.server.openai.to_engine import in_callers_names
 from infer.text.untrusted.workers import Steps
 from infer.types import Request
 
+MAX_ITEMS = 4 * MAX_MESSAGES
+"""an answer that is one message has an item for its thoughts, its text and each of its calls"""
+
 
 def _input(value: Any) -> list[Object]:
     """The items; a string is the message of a user."""
@@ -39,8 +42,8 @@ def _input(value: Any) -> list[Object]:
         return [{"type": "message", "role": "user", "content": value}]
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise RequestError("input must be a string or a list of items")
-    if len(value) > MAX_MESSAGES:
-        raise UnprocessableError(f"input must be a list of at most {MAX_MESSAGES} items")
+    if len(value) > MAX_ITEMS:
+        raise UnprocessableError(f"input must be a list of at most {MAX_ITEMS} items")
     return value
 
 
@@ -63,15 +66,21 @@ def _tool_choice(value: Any) -> Any:
     raise RequestError(f"tool_choice must be 'none', 'auto', 'required', {words}")
 
 
-def _told_choice(choice: Any) -> Any:
+def _told_choice(choice: Any, tools: Tools) -> Any:
     """The choice as the client has sent it."""
     if isinstance(choice, str):
         return choice
+    custom = {own.name for own in tools.known.values() if own.is_custom}
+
+    def told(reference: Object) -> Object:
+        name = reference["function"]["name"]
+        return {"type": "custom" if name in custom else "function", "name": name}
+
     if choice["type"] == "function":
-        return {"type": "function", **choice["function"]}
+        return told(choice)
     allowed = choice["allowed_tools"]
-    tools = [{"type": "function", **each["function"]} for each in allowed["tools"]]
-    return {"type": "allowed_tools", "mode": allowed["mode"], "tools": tools}
+    named = [told(each) for each in allowed["tools"]]
+    return {"type": "allowed_tools", "mode": allowed["mode"], "tools": named}
 
 
 def _text(value: Any) -> Object:
@@ -104,8 +113,9 @@ def _reasoning(value: Any) -> Object:
 
 
 _NO_EFFECT: ignored_fields.IgnoredValues = {
-    **dict.fromkeys(("client_metadata", "metadata", "prompt_cache_options"), (dict,)),
-    **dict.fromkeys(("include", "context_management"), (list,)),
+    **dict.fromkeys(("client_metadata", "prompt_cache_options"), (dict,)),
+    **dict.fromkeys(("conversation", "prompt"), ()),
+    "context_management": (list,),
     **dict.fromkeys(("prompt_cache_key", "safety_identifier", "user"), (str,)),
     **dict.fromkeys(("prompt_cache_retention", "service_tier"), (str,)),
     "stream_options": (dict,),
@@ -114,6 +124,27 @@ _NO_EFFECT: ignored_fields.IgnoredValues = {
     "top_logprobs": (0,),
 }
 """fields that clients send and that change nothing here, with the values for which that is so"""
+
+
+_CHATS_NAMES = {
+    "reasoning_effort": "reasoning.effort",
+    "thinking_token_budget": "reasoning.max_tokens",
+    "response_format": "text.format",
+    "messages": "input",
+}
+"""names of a chat's fields in an error → the client's"""
+_LOGPROBS = "message.output_text.logprobs"
+
+
+def _include(value: Any, info: ValidationInfo) -> None:
+    """What of other servers' tools the answer is to show says nothing here; log-probabilities are
+    named as what is left out."""
+    if not isinstance(value, list):
+        raise RequestError("include must be a list")
+    if _LOGPROBS in value:
+        if info.context is None:
+            raise RequestError(f"include: {_LOGPROBS} is not supported", param="include")
+        ignored_fields.note(info.context, f"include.{_LOGPROBS}")
 
 
 class InputTokensBody(AsChat):
@@ -130,8 +161,18 @@ class InputTokensBody(AsChat):
     text: Annotated[Object, plain(_text, Object)] = Field({})
     truncation: Literal["auto", "disabled"] = "disabled"
     previous_response_id: str | None = None
+    include: Annotated[None, plain(_include, list[str])] = None
+    metadata: Annotated[dict[str, str], plain(schema.checked_metadata, dict[str, str])] = Field({})
+    """pairs that the response repeats"""
     store: bool | None = None
     """whether it can be read again and gone on from; null: if the server stores any"""
+
+    _known_tools: Tools = PrivateAttr(NO_TOOLS)
+
+    @property
+    def known_tools(self) -> Tools:
+        """The tools of the request and those of its items."""
+        return self._known_tools
 
     @property
     def chat_fields(self) -> Object:
@@ -145,18 +186,21 @@ class InputTokensBody(AsChat):
 
     @model_validator(mode="after")
     def _translate(self, info: ValidationInfo) -> InputTokensBody:
-        messages = [*ItemReader(info.context).messages(self.input)]
+        reader = ItemReader(info.context, self.tools)
+        messages = [*reader.messages(self.input)]
+        self._known_tools = tools = reader.tools
         if self.instructions:
             messages.insert(0, {"role": "system", "content": self.instructions})
         if not messages:
             raise RequestError("input is empty: it needs at least one item", param="input")
         fields = {"messages": messages, **self.chat_fields}
-        if self.tools.shown:
-            fields |= {"tools": self.tools.shown, "tool_choice": self._shown_choice()}
+        if tools.shown:
+            fields |= {"tools": tools.shown, "tool_choice": self._shown_choice()}
         elif self.tool_choice not in ("auto", "none"):
             raise RequestError("tool_choice names none of the tools", param="tool_choice")
-        self._chat = schema_base.read(ChatBody, fields, info.context)
-        self._chat.set_forms(self.tools.forms)
+        with in_callers_names(_CHATS_NAMES):
+            self._chat = schema_base.read(ChatBody, fields, info.context)
+        self._chat.set_forms(tools.forms)
         return self
 
     def _shown_choice(self) -> Any:
@@ -164,7 +208,7 @@ class InputTokensBody(AsChat):
         choice = self.tool_choice
         if isinstance(choice, str):
             return choice
-        names = {own.name: shown for shown, own in self.tools.known.items()}
+        names = {own.name: shown for shown, own in self.known_tools.known.items()}
 
         def shown(reference: Object) -> Object:
             name = reference["function"]["name"]
@@ -200,13 +244,13 @@ class ResponseBody(InputTokensBody, GeneratingAsChat):
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
-            "metadata": {},
+            "metadata": self.metadata,
             "parallel_tool_calls": self.parallel_tool_calls,
             "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": self.reasoning.get("reasoning_effort"), "summary": None},
             "temperature": self.temperature,
             "text": {"format": form},
-            "tool_choice": _told_choice(self.tool_choice),
+            "tool_choice": _told_choice(self.tool_choice, self.tools),
             "tools": self.tools.given,
             "top_p": self.top_p,
             "truncation": self.truncation,
@@ -248,5 +292,5 @@ class ResponsesApi:
         answer_id: str,
         on_message: OnMessage | None = None,
     ) -> ResponseAnswer:
-        parts = (engine, wire.chat, wire.tools, wire.told, requests, answer_id)
+        parts = (engine, wire.chat, wire.known_tools, wire.told, requests, answer_id)
         return ResponseAnswer(*parts, on_message)

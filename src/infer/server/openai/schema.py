@@ -40,10 +40,13 @@ MAX_LIGHT_CHARS, MAX_LIGHT_WORDS = 1024, 16
 """maximum size of `bad_words`, and of a chat that may be truncated, on the event loop"""
 MAX_LIGHT_ENTRIES = 2048
 """maximum of choices x (1 + entries of lists) that are checked on the event loop"""
-MAX_MESSAGES = 1024
+MAX_MESSAGES = 4096
+"""a coding agent's task has two for each of its steps"""
 MAX_METADATA_ENTRIES = 16
-MAX_TOOLS = 128
-"""OpenAI's limit"""
+MAX_TOOLS = 512
+"""four times OpenAI's limit, for agents with several MCP servers"""
+MAX_CALLS = 128
+"""calls of one message"""
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400
 """one day"""
@@ -93,7 +96,7 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return biases
 
 
-def _metadata(value: Any) -> dict[str, str]:
+def checked_metadata(value: Any) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
         raise RequestError("metadata must be an object whose values are strings")
     if len(value) > MAX_METADATA_ENTRIES:
@@ -147,8 +150,9 @@ def _functions(value: Any, info: ValidationInfo) -> list[dict[str, Any]]:
     other kinds, which nobody but their owner can run: they are not shown to the model."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise RequestError(f"{info.field_name} must be a list of objects")
-    if len(value) > MAX_TOOLS:
-        raise UnprocessableError(f"{info.field_name} must be a list of at most {MAX_TOOLS}")
+    most = MAX_TOOLS if info.field_name == "tools" else MAX_CALLS
+    if len(value) > most:
+        raise UnprocessableError(f"{info.field_name} must be a list of at most {most}")
     items = [_without_null_type(item) for item in value]
     for item in items:
         function, kind = item.get("function"), item.get("type", "function")
@@ -539,7 +543,7 @@ class Generation(SampledBody):
     stream_options: StreamOptions | None = None
     stream_format: Literal["openai", "events"] = "openai"
     user: str | None = None
-    metadata: Annotated[dict[str, str], plain(_metadata, dict[str, str])] = Field({})
+    metadata: Annotated[dict[str, str], plain(checked_metadata, dict[str, str])] = Field({})
     prompt_logprobs: Int | None = None
     return_token_ids: bool = False
 

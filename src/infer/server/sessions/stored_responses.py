@@ -22,6 +22,7 @@ from infer.server.http.error_responses import HttpError
 from infer.server.offload import NUM_BYTES, Offload
 from infer.server.openai.large_json import json_response
 from infer.server.openai.openapi import takes
+from infer.server.openai.response_items import kind_of
 from infer.server.sessions.routes import SessionRoutes
 from infer.server.sessions.store import Item, StoredResponse
 from infer.server.tenancy.limits import tenant_of
@@ -31,6 +32,9 @@ log = logging.getLogger("infer.server")
 MAX_PAGE = 100
 """items in one answer, at most"""
 PAGE = 20
+MAX_REFERENCED = 64
+"""responses in which the references of one request are looked for"""
+REFERENCE = "item_reference"
 ORDERS = ("asc", "desc")
 _QUERY: Mapping[str, Mapping[str, Any]] = {
     "limit": {"type": "integer", "minimum": 1, "maximum": MAX_PAGE, "default": PAGE},
@@ -82,8 +86,7 @@ class StoredResponses:
         """Put the items of `previous_response_id` before those of a body. Returns what stores the
         response; None where that is not wanted or nothing can be. Raises `HttpError` (404) if there
         is no such response."""
-        asked = _items(body.get("input"))
-        before = await self.show(http, body)
+        before, asked = await self._shown(http, body)
         if body.get("store") is False or asked is None or not self._sessions.are_on:
             return None
         return ResponseTurn(self._sessions, tenant_of(http.scope).key.id, before, asked)
@@ -91,15 +94,58 @@ class StoredResponses:
     async def show(self, http: HttpRequest, body: dict[str, Any]) -> list[Item]:
         """The items of `previous_response_id`, which are put before those of a body; 404 as
         `begin`."""
+        before, _ = await self._shown(http, body)
+        return before
+
+    async def _shown(
+        self, http: HttpRequest, body: dict[str, Any]
+    ) -> tuple[list[Item], list[Item] | None]:
+        """(the items before those of a body, those of the body), which both stand in it now."""
         name, asked = body.get("previous_response_id"), _items(body.get("input"))
-        if not isinstance(name, str) or asked is None:
-            return []  # a wrong type is refused where the body is checked
+        if asked is None:
+            return [], None
+        if any(kind_of(item) == REFERENCE for item in asked):
+            body["input"] = asked = await self._dereferenced(http, asked)
+        if not isinstance(name, str):
+            return [], asked  # a wrong type is refused where the body is checked
         stored, num_bytes = await self._find(http, name, "previous_response_id")
         before = [*stored.before, *stored.asked, *stored.response["output"]]
         body["input"] = [*before, *asked]
         # Further work on the body takes as long as if all these items had been sent.
         http.scope[NUM_BYTES] = http.scope.get(NUM_BYTES, 0) + num_bytes
-        return before
+        return before, asked
+
+    async def _dereferenced(self, http: HttpRequest, asked: list[Item]) -> list[Item]:
+        """The items, with those of stored responses in the place of references to them.
+
+        One that is not stored stays a reference, which is left out and named: a refusal would end
+        the conversation for good.
+        """
+        found: dict[str, dict[str, Item]] = {}
+        made = list[Item]()
+        for item in asked:
+            name = item.get("id")
+            if kind_of(item) != REFERENCE or not isinstance(name, str):
+                made.append(item)
+                continue
+            response = f"resp_{name.rpartition('_')[0].partition('_')[2]}"
+            if response not in found:
+                known = len(found) < MAX_REFERENCED
+                found[response] = await self._items_of(http, response) if known else {}
+            made.append(found[response].get(name, item))
+        return made
+
+    async def _items_of(self, http: HttpRequest, name: str) -> dict[str, Item]:
+        """All items of a stored response by their ids; none if there is no such response."""
+        try:
+            stored, num_bytes = await self._find(http, name)
+        except HttpError as error:
+            if error.status != 404:
+                raise
+            return {}
+        http.scope[NUM_BYTES] = http.scope.get(NUM_BYTES, 0) + num_bytes
+        items = [*_with_ids(stored), *stored.response["output"]]
+        return {item["id"]: item for item in items}
 
     async def _find(
         self, http: HttpRequest, name: str, param: str | None = None
@@ -114,7 +160,10 @@ class StoredResponses:
 
     @takes(refuses=(429,))
     async def response(self, http: HttpRequest) -> Response:
-        """A response that is stored."""
+        """A response that is stored. A stream of it is refused: it is whole."""
+        if http.query_params.get("stream", "false") not in ("false", "0"):
+            words = "stream must be false: a stored response is whole"
+            raise RequestError(words, param="stream")
         stored, num_bytes = await self._find(http, http.path_params["id"])
         return await self._offload.render(http, num_bytes, json_response, stored.response)
 
@@ -160,9 +209,13 @@ def _page(query: Mapping[str, str]) -> tuple[int, str]:
     return int(limit), order
 
 
-def _listed(stored: StoredResponse, limit: int, order: str, after: str | None) -> dict[str, Any]:
+def _with_ids(stored: StoredResponse) -> list[Item]:
     name = stored.response["id"].partition("_")[2]
-    items = [_with_id(item, f"item_{name}_{i}") for i, item in enumerate(stored.asked)]
+    return [_with_id(item, f"item_{name}_{i}") for i, item in enumerate(stored.asked)]
+
+
+def _listed(stored: StoredResponse, limit: int, order: str, after: str | None) -> dict[str, Any]:
+    items = _with_ids(stored)
     if order == "desc":
         items.reverse()
     if after is not None:

@@ -38,14 +38,87 @@ class Parts(NamedTuple):
     """Further arguments of the call that was the last one before these."""
 
 
-def taken(
-    reasoning: list[str], content: list[str], calls: list[ToolCall], more: list[str]
-) -> Parts:
-    """The parts that have gathered in these lists, which are empty afterwards."""
-    parts = Parts("".join(reasoning), "".join(content), tuple(calls), "".join(more))
-    for given in (reasoning, content, calls, more):
-        given.clear()
-    return parts
+BREAK = "\n\n"
+"""Between two texts of one kind with something else between them, where they become one text."""
+_ORDER = ("more", "reasoning", "content", "calls")
+"""The order in which the members of one `Parts` were written."""
+
+
+class Gathered:
+    """Gathers the parts of an answer in the order in which a model writes them.
+
+    A model may go on with a text behind a call. Who has one place for all texts takes them joined;
+    who shows each where it stands takes them in order.
+    """
+
+    def __init__(self) -> None:
+        self.last = ""
+        """Kind of what was added last: "reasoning", "content", "calls", or "" before all."""
+        self._runs: list[tuple[str, list[Any]]] = []
+        self._resumed = set[int]()
+        """Indices of the runs that go on with a text behind something else."""
+        self._known = set[str]()
+
+    def add(self, kind: str, text: str) -> None:
+        """Add text to the reasoning or the content, as `kind` says."""
+        if not text:
+            return
+        if self.last == kind and self._runs and self._runs[-1][0] == kind:
+            self._runs[-1][1].append(text)
+        else:
+            if kind in self._known and self.last != kind:
+                self._resumed.add(len(self._runs))
+            self._runs.append((kind, [text]))
+        self.last = kind
+        self._known.add(kind)
+
+    def begin(self, calls: Sequence[ToolCall]) -> None:
+        """Add calls that have begun."""
+        if calls:
+            self._runs.append(("calls", [(name, [arguments]) for name, arguments in calls]))
+            self.last = "calls"
+
+    def go_on(self, more: str) -> None:
+        """Add arguments to the last call."""
+        if not more:
+            return
+        if self._runs and self._runs[-1][0] == "calls":
+            self._runs[-1][1][-1][1].append(more)
+        elif self._runs and self._runs[-1][0] == "more":
+            self._runs[-1][1].append(more)
+        else:
+            self._runs.append(("more", [more]))
+
+    def joined(self) -> Parts:
+        """What has gathered, with all texts of a kind as one; nothing has gathered afterwards."""
+        found: dict[str, list[Any]] = {kind: [] for kind in _ORDER}
+        for i, (kind, values) in enumerate(self._runs):
+            found[kind] += [BREAK, *values] if i in self._resumed else values
+        self._forget()
+        return _parts(found)
+
+    def in_order(self) -> list[Parts]:
+        """What has gathered, divided wherever the order of `_ORDER` would not be that of the
+        answer; nothing has gathered afterwards."""
+        made, found, place = list[Parts](), dict[str, list[Any]](), -1
+        for kind, values in self._runs:
+            if _ORDER.index(kind) < place:
+                made.append(_parts(found))
+                found = {}
+            place = _ORDER.index(kind)
+            found[kind] = [*found.get(kind, ()), *values]
+        self._forget()
+        return [*made, _parts(found)] if found else made
+
+    def _forget(self) -> None:
+        self._runs.clear()
+        self._resumed.clear()
+
+
+def _parts(found: Mapping[str, list[Any]]) -> Parts:
+    more, reasoning, content = ("".join(found.get(kind, ())) for kind in _ORDER[:3])
+    calls = (ToolCall(name, "".join(pieces)) for name, pieces in found.get("calls", ()))
+    return Parts(reasoning, content, tuple(calls), more)
 
 
 class Block(NamedTuple):

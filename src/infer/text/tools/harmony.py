@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from infer.text.tools.call import Parts, ToolCall, made_call, taken
+from infer.text.tools.call import BREAK, Gathered, Parts, ToolCall, made_call
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -37,8 +37,6 @@ class HarmonyParser:
         self._held = ""
         self._state = "head"
         self._kind = "content"
-        self._num = {"reasoning": 0, "content": 0, "call": 0}
-        """Number of messages of each kind that have text."""
         self._is_begun = False
         """Whether the message has text."""
         begun = prompt_end.rpartition(START)[2]
@@ -49,19 +47,24 @@ class HarmonyParser:
             self._state = "body"
         elif CHANNEL in begun:
             self._held = CHANNEL + begun.rpartition(CHANNEL)[2]
-        self._reasoning = list[str]()
-        self._content = list[str]()
-        self._found = list[ToolCall]()
-        self._more = list[str]()
+        self._gathered = Gathered()
 
     def push(self, text: str, *, end: bool = False) -> Parts:
         """Take a further piece of text; returns what has become certain. `end`: the last piece."""
+        self._read(text, end)
+        return self._gathered.joined()
+
+    def push_in_order(self, text: str, *, end: bool = False) -> list[Parts]:
+        """See `AnswerParser.push_in_order`."""
+        self._read(text, end)
+        return self._gathered.in_order()
+
+    def _read(self, text: str, end: bool) -> None:
         self._held += text
         while self._held and (self._body(end) if self._state == "body" else self._head(end)):
             pass
         if end:
             self._close()
-        return taken(self._reasoning, self._content, self._found, self._more)
 
     def _head(self, end: bool) -> bool:
         """Read the head of a message; returns whether anything has been read."""
@@ -115,31 +118,20 @@ class HarmonyParser:
         text = text if self._is_begun else text.lstrip()
         if not text:
             return
-        if self._kind == "call":
-            if self._is_begun:
-                self._add(text)
-            else:
-                self._found.append(ToolCall(self._name, text))
+        if self._kind != "call":
+            if not self._is_begun and self._gathered.last == self._kind:
+                self._gathered.add(self._kind, BREAK)
+            self._gathered.add(self._kind, text)
+        elif self._is_begun:
+            self._gathered.go_on(text)
         else:
-            given = self._reasoning if self._kind == "reasoning" else self._content
-            if not self._is_begun and self._num[self._kind]:
-                given.append("\n\n")
-            given.append(text)
-        if not self._is_begun:
-            self._num[self._kind] += 1
+            self._gathered.begin([ToolCall(self._name, text)])
         self._is_begun = True
-
-    def _add(self, more: str) -> None:
-        if self._found:
-            name, arguments = self._found[-1]
-            self._found[-1] = ToolCall(name, arguments + more)
-        else:
-            self._more.append(more)
 
     def _close(self) -> None:
         """End the message; a call without a text has no arguments."""
         if self._state == "body" and self._kind == "call" and not self._is_begun:
-            self._found.append(ToolCall(self._name, "{}"))
+            self._gathered.begin([ToolCall(self._name, "{}")])
             self._is_begun = True
 
 
