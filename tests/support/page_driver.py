@@ -53,13 +53,19 @@ ANSWERS = (
 """the texts of the answers; `innerText` has no blocks that are outside of the window"""
 
 
+def chromium_path() -> str:
+    """The browser's program; skips where there is none."""
+    path = os.environ.get("INFER_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip("there is no Chromium here; INFER_CHROMIUM may name one")
+    return path
+
+
 @contextmanager
 def chromium(flags: Sequence[str] = ()) -> Iterator[Any]:
     """A running Chromium, with more `flags`; skips where Playwright or a browser is missing."""
     api = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
-    path = os.environ.get("INFER_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip("there is no Chromium here; INFER_CHROMIUM may name one")
+    path = chromium_path()
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=path, headless=True, args=[*FLAGS, *flags]

@@ -81,7 +81,7 @@ class SeatStrip extends PageElement {
     const canvas = this.querySelector("canvas");
     const { history } = live;
     if (!history || !canvas?.clientWidth) return;
-    const until = Math.min(history.now + 1000, performance.now() + live.shift - 60);
+    const until = live.shown;
     const from = until - SHOWN_MS;
     const [own, others] = [getComputedStyle(canvas).color, getComputedStyle(this).color];
     const { context, width } = fit(canvas, HEIGHT);
