@@ -67,6 +67,20 @@ def test_the_strip_goes_when_nothing_is_answered(reader: Reader) -> None:
     reader.page.wait_for_selector(".strip", state="detached")
 
 
+def test_the_strip_has_its_words_when_it_appears(reader: Reader) -> None:
+    """Also where the stream has begun just now: it had shown a lone 0 for half a second."""
+    reader.ask("What is 2 + 2?")
+    reader.page.wait_for_selector(".strip")
+    said = reader.page.evaluate(
+        "import('/ui/engine/live.js').then(({live}) => { const {history} = live;"
+        " const strip = document.querySelector('seat-strip'); strip._frames.stop();"
+        " Object.assign(strip, {said: '', _worded: 0, _busyAt: performance.now()});"
+        " live.history = null; strip._show(); live.history = history; strip._show();"
+        " return strip.said; })"
+    )
+    assert "of" in said, said
+
+
 def test_the_engine_is_not_empty_after_a_chat(person: Reader) -> None:
     """Also where the stream was interrupted: a further one goes on where it ended."""
     person.ask("What is 2 + 2?")
