@@ -6,9 +6,11 @@
   long tasks of the main thread are, and how much memory is left when the answer has been closed.
 - `prefix`: first token of the second turn of a conversation of 1,000 tokens, against the first.
 - `comparison`: from the click to the picture of 64 mixed requests on 8 seats.
-- `watch`: throughput of 32 streams with `--num` viewers against none, in alternating pairs. Viewers
-  are readers of the engine's stream, which draw nothing, or (`--viewers engine`, `strip`) tabs of a
-  browser on the same cores, with the engine view or with the strip above the field.
+- `watch`: throughput of 32 streams with `--num` viewers against none, in alternating pairs, and the
+  CPU time of the server, the engine and the viewers. Viewers are readers of the engine's stream,
+  which draw nothing, or (`--viewers engine`, `strip`, `idle`) tabs of a browser on the same cores,
+  with the engine view, with the strip above the field, or with nothing. Nobody debugs this browser:
+  a debugger hears of each piece of the stream, which costs as much as the stream.
 
 It needs the extra `browser` and a Chromium. The result is JSON on stdout.
 """
@@ -21,28 +23,33 @@ import itertools
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from playwright.sync_api import sync_playwright
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.pictures import server
-from tests.support.page_driver import Reader, chromium
+from tests.support.page_driver import FLAGS, Reader, chromium, chromium_path
 
 NUM_TOKENS = 20_000
 TOKENS_A_SECOND = 500
 NUM_STREAMS = 32
 WORDS = "one day the little fox went to the river and saw a red boat under an old tree"
-WINDOW_S = 4.0
+WINDOW_S = 6.0
 """seconds of one half of a pair"""
+SETTLE_S = 3.0
+"""seconds before it, in which a tab has loaded"""
 
 USABLE = """
 new MutationObserver((_, watch) => {
@@ -304,37 +311,85 @@ ANSWERING = (
 
 
 @contextmanager
-def tabs(browser: Any, url: str, count: int, shown: str) -> Iterator[None]:
-    """So many tabs with the engine view, or with the strip."""
-    context = browser.new_context(viewport={"width": 1280, "height": 860})
-    for _ in range(count):
-        page = context.new_page()
-        page.goto(f"{url}/#/engine" if shown == "engine" else url)
-        page.wait_for_selector("engine-view canvas.lanes, .welcome")
-        if shown == "strip":
-            page.evaluate(ANSWERING)
-            page.wait_for_selector(".strip canvas")
-    yield
-    context.close()
+def tabs(url: str, count: int, shown: str) -> Iterator[None]:
+    """So many tabs with the engine view, with the strip, or with a page that is not used."""
+    with ExitStack() as stack:
+        profile = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
+        command = [chromium_path(), *FLAGS, "--headless", "--remote-debugging-port=0"]
+        command += ["--window-size=1280,860", f"--user-data-dir={profile}", "about:blank"]
+        nowhere = subprocess.DEVNULL
+        running = subprocess.Popen(command, stdout=nowhere, stderr=nowhere)
+        process = stack.enter_context(running)
+        stack.callback(process.kill)
+        told = profile / "DevToolsActivePort"
+        until(lambda: told.exists() and told.read_text(encoding="utf-8").count("\n") >= 1)
+        port = told.read_text(encoding="utf-8").split()[0]
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.connect_over_cdp(f"http://127.0.0.1:{port}")
+            for _ in range(count):
+                page = browser.contexts[0].new_page()
+                page.goto(f"{url}/#/engine" if shown == "engine" else url)
+                page.wait_for_selector("engine-view canvas.lanes, .welcome")
+                if shown == "strip":
+                    page.evaluate(ANSWERING)
+                    page.wait_for_selector(".strip canvas")
+            browser.close()  # the tabs stay
+        yield
 
 
-def watch(url: str, viewers: Callable[[], Any], num_pairs: int) -> dict[str, Any]:
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait for something, for 30 s at most."""
+    ends_s = time.monotonic() + 30
+    while not is_so():
+        if time.monotonic() > ends_s:
+            raise TimeoutError("the browser has not begun")
+        time.sleep(0.02)
+
+
+def cpu_s(server_pid: int) -> dict[str, float]:
+    """CPU time until now, in seconds: of the server, of its processes, of the browser's processes,
+    and of this one, which has the clients."""
+    found = {"server": 0.0, "engine": 0.0, "browser": 0.0, "clients": 0.0}
+
+    def add(pid: int, kind: str) -> None:
+        with suppress(OSError):  # it may end meanwhile
+            fields = (
+                Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            )
+            found[kind] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                for child in (task / "children").read_text(encoding="utf-8").split():
+                    if kind == "clients":
+                        add(int(child), "server" if int(child) == server_pid else "browser")
+                    else:
+                        add(int(child), "engine" if kind == "server" else kind)
+
+    add(os.getpid(), "clients")
+    return found
+
+
+def watch(server_pid: int, url: str, viewers: Callable[[], Any], num_pairs: int) -> dict[str, Any]:
     """Pairs of windows without and with viewers, each pair in the other order."""
     load = Load(url)
     time.sleep(8)  # until the streams have drifted apart
+    spent: dict[bool, dict[str, float]] = {False: {}, True: {}}
 
-    def rate() -> float:
-        time.sleep(0.3)
-        before, began_s = num_sampled(url), time.monotonic()
+    def rate(is_watched: bool) -> float:
+        time.sleep(SETTLE_S)
+        before, cpu_before, began_s = num_sampled(url), cpu_s(server_pid), time.monotonic()
         time.sleep(WINDOW_S)
-        return (num_sampled(url) - before) / (time.monotonic() - began_s)
+        found = (num_sampled(url) - before) / (time.monotonic() - began_s)
+        for kind, seconds in cpu_s(server_pid).items():
+            share = (seconds - cpu_before[kind]) / (WINDOW_S * num_pairs)
+            spent[is_watched][kind] = spent[is_watched].get(kind, 0.0) + share
+        return found
 
     pairs = []
     for number in range(num_pairs):
         found = {}
         for is_watched in (number % 2 == 0, number % 2 == 1):
             with viewers() if is_watched else ExitStack():
-                found[is_watched] = rate()
+                found[is_watched] = rate(is_watched)
         pairs.append((found[False], found[True]))
     load.close()
     costs = [1 - watched / alone for alone, watched in pairs]
@@ -342,6 +397,8 @@ def watch(url: str, viewers: Callable[[], Any], num_pairs: int) -> dict[str, Any
         "median_cost": statistics.median(costs),
         "mean_cost": statistics.mean(costs),
         "standard_error": statistics.stdev(costs) / len(costs) ** 0.5,
+        "cores_alone": spent[False],
+        "cores_watched": spent[True],
         "tokens_a_second": pairs,
     }
 
@@ -360,7 +417,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", default=["visits", "answer", "prefix", "comparison"])
-    parser.add_argument("--viewers", choices=["stream", "engine", "strip"], default="stream")
+    parser.add_argument(
+        "--viewers", choices=["stream", "engine", "strip", "idle"], default="stream"
+    )
     parser.add_argument("--num", type=int, default=4, help="how many viewers")
     parser.add_argument("--pairs", type=int, default=12, help="of windows without and with them")
     given = parser.parse_args()
@@ -370,16 +429,17 @@ def main() -> None:
         with server(Path(folder), seats) as running, ExitStack() as stack:
             url = f"http://127.0.0.1:{running.port}"
             browser = None
-            if given.parts != ["watch"] or given.viewers != "stream":
+            if given.parts != ["watch"]:
                 browser = stack.enter_context(chromium())
             for part in given.parts:
                 if part == "watch":
                     found[part] = watch(
+                        running.process.pid,
                         url,
                         lambda: (
                             readers(url, given.num)
                             if given.viewers == "stream"
-                            else tabs(browser, url, given.num, given.viewers)
+                            else tabs(url, given.num, given.viewers)
                         ),
                         given.pairs,
                     )

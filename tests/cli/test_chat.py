@@ -121,7 +121,9 @@ def test_a_conversation_with_every_command(talk: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/undoo", "/undoo is not a command; /help lists"),
+        ("/quit", "/quit is not a command; /help lists"),
+        ("/undoo", "/undoo is not a command; do you mean /undo?"),
+        ("/sumary", "do you mean /summary?"),
         ("/sys", "do you mean /system?"),
         ("/set foo 1", "there is no field 'foo'; there are temperature"),
         ("/set temperature hot", "temperature"),

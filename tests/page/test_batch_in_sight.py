@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -66,6 +67,20 @@ def test_the_strip_goes_when_nothing_is_answered(reader: Reader) -> None:
     reader.page.wait_for_selector(".strip", state="detached")
 
 
+def test_the_strip_has_its_words_when_it_appears(reader: Reader) -> None:
+    """Also where the stream has begun just now: it had shown a lone 0 for half a second."""
+    reader.ask("What is 2 + 2?")
+    reader.page.wait_for_selector(".strip")
+    said = reader.page.evaluate(
+        "import('/ui/engine/live.js').then(({live}) => { const {history} = live;"
+        " const strip = document.querySelector('seat-strip'); strip._frames.stop();"
+        " Object.assign(strip, {said: '', _worded: 0, _busyAt: performance.now()});"
+        " live.history = null; strip._show(); live.history = history; strip._show();"
+        " return strip.said; })"
+    )
+    assert "of" in said, said
+
+
 def test_the_engine_is_not_empty_after_a_chat(person: Reader) -> None:
     """Also where the stream was interrupted: a further one goes on where it ended."""
     person.ask("What is 2 + 2?")
@@ -116,6 +131,63 @@ def test_an_idle_engine_gets_something_to_show(person: Reader) -> None:
     person.until(f"{ENDED} === 20")
     assert {json.loads(body)["priority"] for body in bodies} == {1000}
     page.wait_for_selector("button.load")
+
+
+def test_pictures_get_a_share_of_the_time(reader: Reader) -> None:
+    """Each is measured: what takes 20 ms, and with what follows 30, may come each 300 ms."""
+    times = reader.page.evaluate(
+        "async () => { const {Frames} = await import('/ui/engine/frames.js'); const times = [];"
+        " await new Promise((done) => { const frames = new Frames(() => {"
+        "  const at = performance.now(); times.push(at); while (performance.now() < at + 20) ;"
+        "  if (times.length === 5) { frames.stop(); done(); } }, 10, 0.1); frames.start(); });"
+        " return times; }"
+    )
+    assert min(later - at for at, later in pairwise(times)) > 280
+
+
+def test_nothing_is_animated_while_something_is_answered(reader: Reader) -> None:
+    """An animation is composed 60 times a second: a caret that blinked cost more than the strip."""
+    reader.settings(LONG)
+    reader.send("Tell me a story.")
+    for selector in (".waiting, .growing", ".strip", ".growing"):
+        reader.page.wait_for_selector(selector)
+        assert reader.page.evaluate("document.getAnimations().map(String)") == []
+
+
+def test_what_is_out_of_sight_is_not_drawn(reader: Reader, url: str) -> None:
+    page = reader.page
+    page.set_viewport_size({"width": 900, "height": 300})
+    reader.open_engine()
+    with asked(url, 1, 20):
+        pass
+    reader.until(f"{ENDED} === 1")
+    count = (
+        "(() => { const view = document.querySelector('engine-view'); view._frames.stop();"
+        " const drawn = []; const real = CanvasRenderingContext2D.prototype.clearRect;"
+        " CanvasRenderingContext2D.prototype.clearRect = function (...where) {"
+        "  drawn.push(this.canvas.className); return real.apply(this, where); };"
+        " view._draw(); CanvasRenderingContext2D.prototype.clearRect = real; return drawn; })()"
+    )
+    page.evaluate("document.querySelector('canvas.lanes').scrollIntoView()")
+    assert "lanes" in page.evaluate(count)
+    page.evaluate("document.querySelector('#comparison-title').scrollIntoView()")
+    assert "lanes" not in page.evaluate(count)
+
+
+def test_bars_of_a_time_are_found_among_many(reader: Reader) -> None:
+    """Ended ones are in the order of their ends, also where a trace tells of an older one later."""
+    found = reader.page.evaluate(
+        "async () => { const {History} = await import('/ui/engine/history.js');"
+        " const history = new History({seats: 4, gap_bounds_ms: []});"
+        " const end = (request, at) => { for (const event of ['queued', 'admitted', 'finished'])"
+        "  history._event({event, request, name: null, choice: 0, prompt_tokens: 1, max_tokens: 1,"
+        "   received: at - 10, cached_tokens: 0, outcome: 'stop', output_tokens: 1, after: 0},"
+        "   at); };"
+        " for (let i = 0; i < 300; i++) if (i !== 100) end(i, 100 * i); end(100, 10_000);"
+        " return [9_900, 10_000, 20_000].map((at) => [...history.bars(at, at + 20)].map("
+        "  (bar) => bar.number)); }"
+    )
+    assert found == [[99], [100], [200]]
 
 
 @pytest.mark.timeout(300)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,7 +71,10 @@ def test_lanes_numbers_and_table(reader: Reader, url: str) -> None:
         reader.until("document.querySelectorAll('.engine-table tbody tr').length >= 3")
         assert "cmpl-" in page.inner_text(".engine-table tbody")
         assert "running" in page.inner_text(".engine-table tbody")
-        assert number_of_colours(page, "canvas.lanes") > empty
+        deadline = time.monotonic() + 60
+        while number_of_colours(page, "canvas.lanes") <= empty:
+            assert time.monotonic() < deadline, "no bar is drawn"
+            time.sleep(0.1)
     reader.until(f"{OPEN} === 0")
     assert page.evaluate(ENDED) == 3
     tokens = "document.querySelector('engine-view').history.ended.map((bar) => bar.output)"

@@ -8,8 +8,10 @@ import os
 import re
 import signal
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -397,6 +399,69 @@ def test_a_slow_viewer_gets_fewer_frames_and_then_the_state(
         await task
 
     with_app(make_hash_llm(step_s=0.003), use)
+
+
+def test_a_viewer_may_ask_for_fewer_pieces() -> None:
+    """The same frames, several at once."""
+
+    async def use(app: App) -> None:
+        pieces: list[float] = []
+        rare, loop = Watcher(), asyncio.get_running_loop()
+
+        def read(data: bytes) -> None:
+            pieces.append(loop.time())
+            rare.read(data)
+
+        path = EVENTS_PATH + "?every_ms=250"
+        sending = app.send("GET", path, leave=rare.leave, on_write=read)
+        task = asyncio.ensure_future(sending)
+        async with watching(app) as quick:
+            await rare.until(lambda: bool(rare.frames))
+            body = completion_body(prompt=LONG, max_tokens=350, ignore_eos=True)
+            assert (await app.post(COMPLETIONS, body)).status == 200
+            for each in (quick, rare):
+                await each.until(partial(all_finished, each, 1))
+            assert [later - at for at, later in pairwise(pieces) if later - at < 0.24] == []
+            assert len(rare.frames) > len(pieces) > 2
+            assert "left_out" not in str(rare.frames[1:])
+            assert steps_of(rare.frames)[0][0] == 1
+            assert [row[0] for row in steps_of(rare.frames)] == [
+                row[0] for row in steps_of(quick.frames)
+            ]
+        rare.leave.set()
+        await task
+
+    with_app(make_hash_llm(step_s=0.003), use)
+
+
+def test_an_end_does_not_wait_for_the_next_piece() -> None:
+    engine = make_hash_llm()
+
+    async def use(app: App) -> None:
+        viewers = EngineViewers(engine, app.app.state.traces)
+        viewer = viewers.join(None, "", every_s=3600)
+        assert await viewer.take()
+        taking = asyncio.ensure_future(viewer.take())
+        await asyncio.sleep(0.1)
+        assert not taking.done()
+        assert viewer.has_read_all is False, "a frame waits for him"
+        viewer.end("replaced")
+        assert b"replaced" in (await taking or b"")
+        assert await viewer.take() is None
+        viewers.leave(viewer)
+
+    with_app(engine, use)
+
+
+@pytest.mark.parametrize("given", ["1001", "-1", "1e2", "", "٣", "9" * 5000])
+def test_a_wrong_pause_between_pieces_is_named(given: str) -> None:
+    async def use(app: App) -> None:
+        refused = await app.get(f"{EVENTS_PATH}?every_ms={quote(given)}")
+        assert refused.status == 400
+        assert refused.error()["param"] == "every_ms"
+        assert "from 0 to 1000" in refused.error()["message"]
+
+    with_app(make_hash_llm(), use)
 
 
 def test_an_engine_that_dies_is_an_event() -> None:

@@ -53,13 +53,19 @@ ANSWERS = (
 """the texts of the answers; `innerText` has no blocks that are outside of the window"""
 
 
+def chromium_path() -> str:
+    """The browser's program; skips where there is none."""
+    path = os.environ.get("INFER_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip("there is no Chromium here; INFER_CHROMIUM may name one")
+    return path
+
+
 @contextmanager
 def chromium(flags: Sequence[str] = ()) -> Iterator[Any]:
     """A running Chromium, with more `flags`; skips where Playwright or a browser is missing."""
     api = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[browser]'")
-    path = os.environ.get("INFER_CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    if path is None:
-        pytest.skip("there is no Chromium here; INFER_CHROMIUM may name one")
+    path = chromium_path()
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=path, headless=True, args=[*FLAGS, *flags]
@@ -267,10 +273,15 @@ class Reader:
     def until(self, condition: str, page: Any = None, timeout_s: float = WAIT_MS / 1000) -> None:
         """Wait until an expression of JavaScript is true. Playwright's own way of waiting needs
         `eval`, which the page's policy forbids."""
-        deadline = time.monotonic() + timeout_s
-        while not (page or self.page).evaluate(f"Boolean({condition})"):
-            assert time.monotonic() < deadline, f"not true within {timeout_s} s: {condition}"
-            (page or self.page).wait_for_timeout(30)
+        deadline, page = time.monotonic() + timeout_s, page or self.page
+        while not page.evaluate(f"Boolean({condition})"):
+            if time.monotonic() > deadline:
+                said = page.locator(".notice, .fault, .ending, .waiting").all_inner_texts()
+                said += [f"{len(self.questions(page))} questions, {self.answers(page)}"[:600]]
+                focus = page.evaluate("document.activeElement?.outerHTML.slice(0, 200)")
+                message = f"not true within {timeout_s} s: {condition}; the page says {said}"
+                raise AssertionError(f"{message}, and the focus is on {focus}")
+            page.wait_for_timeout(30)
 
     def answers(self, page: Any = None) -> list[str]:
         """The texts of the answers that are there, in the window or not."""

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +90,7 @@ class Chat:
             self._commands[name][0](rest.strip())
         elif name.startswith("/") and "\n" not in text and "/" not in name[1:]:
             near = [each for each in self._commands if each.startswith(name)]
+            near = near or get_close_matches(name, self._commands, 2, 0.7)
             hint = f"do you mean {' or '.join(near)}?" if near else "/help lists the commands"
             note(self._notes, f"{name} is not a command; {hint}", "yellow")
         elif text:

@@ -41,9 +41,10 @@ from infer.server.openai.schema import Body
 from infer.server.openai.streaming import STREAM_HEADERS, SourceStream
 from infer.server.sessions.store import RESPONSE
 from infer.server.tenancy.limits import tenant_of
-from infer.server.viewers import EngineViewers
+from infer.server.viewers import MAX_EVERY_MS, EngineViewers, every_s_of
 
 Fields = dict[str, Any]
+EVERY_MS = {"type": "integer", "minimum": 0, "maximum": MAX_EVERY_MS, "default": 0}
 
 
 def visible_to(http: HttpRequest) -> str | None:
@@ -150,14 +151,16 @@ class RequestViews(ABC):
     async def ready(self, http: HttpRequest) -> Fields:
         """200 while a request would be worked on at once, else 503."""
 
-    @takes(refuses=(404, 429), answers=(EVENTS,))
+    @takes(refuses=(404, 429), answers=(EVENTS,), query={"every_ms": EVERY_MS})
     async def events(self, http: HttpRequest) -> Response:
         """The engine's steps and what happens to requests, as a stream that does not end."""
         if http.method == "HEAD":
             return _head_of_stream()
+        every_s = every_s_of(http.query_params.get("every_ms"))
         context, viewers = RequestContext.of(http.scope), self.viewers(http)
         address = (context.client or "").rpartition(":")[0]
-        viewer = viewers.join(visible_to(http), tenant_of(http.scope).key.id, address)
+        key_id = tenant_of(http.scope).key.id
+        viewer = viewers.join(visible_to(http), key_id, address, every_s=every_s)
         context.cleanup.callback(viewers.leave, viewer)
         context.on_revoked = lambda: viewer.end("key_revoked")
         return SourceStream(viewer)

@@ -9,6 +9,8 @@ Every bound is one of memory or of traffic, and none of them reaches the engine.
 has a maximum size (`step_frames`), and frames are written only while their bytes stay within
 `MAX_BYTES_A_SECOND`; what waits for a later frame is merged. What a viewer has not read is dropped
 beyond `MAX_PENDING_BYTES` and counted; once it reads again, it gets the state of all requests.
+A viewer may ask for less frequent writes: then he gets several frames at once. For a browser on the
+cores of the engine each piece of a stream costs more than what is in it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +36,7 @@ from infer.engine.client.step_frames import (
     RequestFacts,
     written,
 )
-from infer.errors import EngineDeadError
+from infer.errors import EngineDeadError, RequestError
 from infer.requests.state import FoldedStep
 from infer.server.http.error_responses import HttpError, too_many
 from infer.server.observe.request_trace import RequestTrace, RequestTraces
@@ -58,6 +61,9 @@ MAX_BYTES_A_SECOND = 40_000
 second"""
 MAX_PENDING_BYTES = 64 * 1024
 """bytes that wait for a viewer who reads slowly"""
+MAX_EVERY_MS = 1000
+"""maximum number of milliseconds for which a viewer may let frames wait for the next write; the
+frames of that time must fit into `MAX_PENDING_BYTES`"""
 _CREDIT_BYTES = 2_000
 """bytes that may be written at once after a quiet time, in addition to the frame itself"""
 _RETRY_S = 5
@@ -66,10 +72,22 @@ _RETRY_S = 5
 class Viewer:
     """One who watches: the events that he has not read. Has one reader, on the event loop."""
 
-    def __init__(self, owner: str | None, party: str, since_s: float, hello: bytes) -> None:
+    def __init__(
+        self,
+        owner: str | None,
+        party: str,
+        since_s: float,
+        hello: bytes,
+        *,
+        every_s: float,
+        clock: Callable[[], float],
+    ) -> None:
         """`owner`: id of the key whose requests he knows by name; None for all. `party`: see
-        `EngineViewers.join`. `since_s`: when he came. `hello`: the first event."""
+        `EngineViewers.join`. `since_s`: when he came. `hello`: the first event. `every_s`: minimum
+        seconds between two results of `take`."""
         self.owner = owner
+        self._every_s, self._clock, self._due_s = every_s, clock, since_s
+        self._end = asyncio.Event()
         self.party = party
         self.since_s = since_s
         self.is_synced = False
@@ -80,12 +98,12 @@ class Viewer:
         self._pending = [hello]
         self._num_bytes = 0
         self._arrival: asyncio.Future[None] | None = None
-        self._has_ended = False
+        self._is_resting = False
 
     @property
     def has_read_all(self) -> bool:
         """Whether he waits for the next event."""
-        return not self._pending and self._arrival is not None
+        return not self._pending and (self._arrival is not None or self._is_resting)
 
     def put(self, data: bytes, told: Frame) -> None:
         """Add a frame, unless too much waits already; then he gets no more until he has read it."""
@@ -109,12 +127,12 @@ class Viewer:
 
     def end(self, reason: str) -> None:
         """Let the stream end, with an event that says why."""
-        if not self._has_ended:
+        if not self._end.is_set():
             self._add(event(dump({"reason": reason}), "end"))
-            self._has_ended = True
+            self._end.set()
 
     def _add(self, data: bytes) -> None:
-        if self._has_ended:
+        if self._end.is_set():
             return
         self._pending.append(data)
         self._num_bytes += len(data)
@@ -122,8 +140,9 @@ class Viewer:
             self._arrival.set_result(None)
 
     async def take(self) -> bytes | None:
-        """The events that wait, as one piece; None after the end."""
-        if not self._pending and not self._has_ended:
+        """The events that wait, as one piece, at most one each `every_s`; None after the end."""
+        await self._rest()
+        if not self._pending and not self._end.is_set():
             self._arrival = asyncio.get_running_loop().create_future()
             try:
                 await self._arrival
@@ -132,7 +151,17 @@ class Viewer:
         if not self._pending:
             return None
         data, self._pending, self._num_bytes = b"".join(self._pending), [], 0
+        self._due_s = self._clock() + self._every_s
         return data
+
+    async def _rest(self) -> None:
+        """Wait until the next piece is due, or for the end."""
+        if (left_s := self._due_s - self._clock()) <= 0:
+            return
+        self._is_resting = True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._end.wait(), left_s)
+        self._is_resting = False
 
 
 @dataclass(eq=False)
@@ -174,9 +203,12 @@ class EngineViewers:
         """Number of those who watch."""
         return len(self._viewers)
 
-    def join(self, owner: str | None, key_id: str, address: str = "") -> Viewer:
-        """A new viewer, who must `leave`. Raises `HttpError` if there are too many (503) or too
-        many with his key (429), `EngineDeadError` if the server shuts down.
+    def join(
+        self, owner: str | None, key_id: str, address: str = "", *, every_s: float = 0.0
+    ) -> Viewer:
+        """A new viewer, who must `leave` and gets at most one piece each `every_s` seconds. Raises
+        `HttpError` if there are too many (503) or too many with his key (429), `EngineDeadError` if
+        the server shuts down.
 
         Viewers with one key are a party; without keys, those from one `address` are. If all places
         are taken, the party that has most of them gives one up for a party that has fewer. Parties
@@ -197,7 +229,8 @@ class EngineViewers:
             )
         if self._builder is None:
             self._begin()
-        viewer = Viewer(owner, party, self._clock(), event(dump(self._hello()), "hello"))
+        hello = event(dump(self._hello()), "hello")
+        viewer = Viewer(owner, party, self._clock(), hello, every_s=every_s, clock=self._clock)
         group = self._groups.get(owner)
         if group is None:
             group = self._groups[owner] = ViewerGroup(self._writer(owner))
@@ -366,6 +399,16 @@ class EngineViewers:
             "open": stats.num_open,
             **({"replicas": replicas} if replicas else {}),
         }
+
+
+def every_s_of(given: str | None) -> float:
+    """Seconds between two writes, of what a viewer's query says of it in milliseconds; 0 without.
+    Raises `RequestError`."""
+    text = "0" if given is None else given
+    if not (text.isascii() and text.isdigit() and len(text) <= 4 and int(text) <= MAX_EVERY_MS):
+        message = f"every_ms must be a number of milliseconds: an integer from 0 to {MAX_EVERY_MS}"
+        raise RequestError(message, param="every_ms", code="invalid_value")
+    return int(text) / 1000
 
 
 def _gauges_of(stats: EngineStats, is_ready: bool) -> dict[str, Any]:

@@ -64,6 +64,12 @@ export function fit(canvas, height) {
   return { context, width };
 }
 
+/** Whether a part of an element is in the window. @param {Element} element */
+export function isInSight(element) {
+  const { top, bottom } = element.getBoundingClientRect();
+  return bottom > 0 && top < innerHeight;
+}
+
 /** @typedef {{name: string, seats: number, top: number}} Group lanes of one replica; `top` is that of its first seat */
 /** @typedef {{groups: Group[], queue: number, high: number, top: number, height: number}} Layout
  * `high` is the height of a lane, `top` that of everything below the queue */
@@ -270,21 +276,24 @@ function drawChart(context, chart, view, c, x, width, top) {
     most = Math.max(most, sum);
   }
   const scale = most ? room / most : 0;
-  for (let column = 0; column < columns; column++) {
-    let base = top + CHART - 4;
-    peaks.forEach((each, k) => {
-      const value = each[column];
-      if (Number.isNaN(value)) return;
+  const bases = new Float64Array(columns).fill(top + CHART - 4);
+  peaks.forEach((each, k) => {
+    context.fillStyle = chart.colour[k];
+    // Neighbours of one height are one rectangle: most columns are as high as the one before.
+    for (let column = 0, end = 1; column < columns; column = end++) {
+      const [value, base] = [each[column], bases[column]];
+      while (end < columns && each[end] === value && bases[end] === base) end++;
       const high = value * scale;
-      context.fillStyle = chart.colour[k];
-      if (chart.kind === "dots") context.fillRect(LABEL + column - 1, base - high - 1, 2.5, 2.5);
-      else if (chart.kind === "line") context.fillRect(LABEL + column, base - high, 1, Math.max(1, k ? 1.5 : high));
-      else {
-        context.fillRect(LABEL + column, base - high, 1, high);
-        base -= high;
+      if (Number.isNaN(value)) continue;
+      if (chart.kind === "dots") {
+        for (let i = column; i < end; i++) context.fillRect(LABEL + i - 1, base - high - 1, 2.5, 2.5);
+      } else if (chart.kind === "line") context.fillRect(LABEL + column, base - high, end - column, Math.max(1, k ? 1.5 : high));
+      else if (high > 0) {
+        context.fillRect(LABEL + column, base - high, end - column, high);
+        bases.fill(base - high, column, end);
       }
-    });
-  }
+    }
+  });
   context.fillStyle = c.line;
   context.fillRect(LABEL, top + CHART - 4, width - LABEL, 0.5);
   const lines = chart.name ? [8, 21, 34] : [0, 12, 28];

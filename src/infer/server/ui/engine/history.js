@@ -104,7 +104,7 @@ export class History {
     this.hello = hello;
     /** Unfinished requests by number. @type {Map<number, Bar>} */
     this.open = new Map();
-    /** Requests that have ended, the oldest first. @type {Bar[]} */
+    /** Requests that have ended, in the order of their ends. @type {Bar[]} */
     this.ended = [];
     /** By name. @type {Map<string, Replica>} */
     this.replicas = new Map([["", new Replica()]]);
@@ -248,7 +248,12 @@ export class History {
     bar.end = at;
     this._close(bar, at);
     this.open.delete(bar.number);
-    this.ended.push(bar);
+    this.ended.splice(this._endedBefore(at), 0, bar);
+  }
+
+  /** Number of the bars that had ended before a time, which is late among them. @param {number} time */
+  _endedBefore(time) {
+    return this.ended.findLastIndex((bar) => (bar.end ?? 0) < time) + 1;
   }
 
   /** @param {Bar} bar */
@@ -342,14 +347,13 @@ export class History {
       if (name && !isShown && this.replicas.size > 1) this.replicas.delete(name);
     }
     if (this.batches.length > 4096) this.batches.splice(0, 2048);
-    let count = 0;
-    while (count < this.ended.length && (this.ended[count].end ?? 0) < since) count += 1;
+    const count = this.ended.findIndex((bar) => (bar.end ?? 0) >= since);
     if (count > 256) this.ended.splice(0, count);
   }
 
   /** The bars of a time, the ended ones first. @param {number} from @param {number} to */
   *bars(from, to) {
-    for (const bar of this.ended) if ((bar.end ?? 0) >= from && bar.since <= to) yield bar;
+    for (let i = this._endedBefore(from); i < this.ended.length; i++) if (this.ended[i].since <= to) yield this.ended[i];
     for (const bar of this.open.values()) if (bar.since <= to) yield bar;
   }
 

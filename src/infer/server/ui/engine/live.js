@@ -2,6 +2,7 @@
  * engine view knows what has happened; while nobody sees the page, it closes. */
 
 import { ApiError, apiKey, ask, events } from "../lib/api.js";
+import { FETCH_MS } from "./frames.js";
 import { History } from "./history.js";
 import { Keeper } from "./recording.js";
 import { moved, rowsOf } from "./states.js";
@@ -66,6 +67,12 @@ class Live extends EventTarget {
     } else this._hiding = setTimeout(() => this._stop.abort(), HIDDEN_MS);
   }
 
+  /** The time that is shown at the right end of a picture, in the stream's milliseconds. It moves on evenly between two
+   * pieces of the stream, a little behind them. */
+  get shown() {
+    return this.history ? Math.min(this.history.now + 1000, performance.now() + this.shift - FETCH_MS - 10) : 0;
+  }
+
   changed() {
     this.dispatchEvent(new Event("change"));
   }
@@ -75,8 +82,8 @@ class Live extends EventTarget {
     let pause = FIRST_PAUSE_MS;
     while (!signal.aborted) {
       try {
-        const model = this.model ? `?model=${encodeURIComponent(this.model)}` : "";
-        const response = await ask(`/v1/engine/events${model}`, { signal });
+        const model = this.model ? `&model=${encodeURIComponent(this.model)}` : "";
+        const response = await ask(`/v1/engine/events?every_ms=${FETCH_MS}${model}`, { signal });
         for await (const event of events(response, signal)) {
           pause = FIRST_PAUSE_MS;
           this._take(event.name, JSON.parse(event.data));
@@ -141,8 +148,8 @@ class Live extends EventTarget {
     for (const event of trace.events) {
       if (!event.choice) history._event({ ...defaults, since_received: event.at_ms, ...event, ...told, after: 0 }, received + event.at_ms);
     }
-    const bar = history.ended.at(-1);
-    if (bar && bar.name === trace.id) this._filled.set(trace.id, bar);
+    const bar = history.ended.find((each) => each.number === told.request);
+    if (bar) this._filled.set(trace.id, bar);
   }
 
   /** A further stream of the same engine goes on where the one before ended. @param {any} hello */

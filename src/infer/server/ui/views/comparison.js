@@ -16,6 +16,8 @@ import { FORMAT, played, save } from "../engine/recording.js";
 /** How long the whole is played, however long it took, in milliseconds. */
 const PLAYED_MS = 12_000;
 const FRAME_MS = 25;
+/** Time that its pictures may take: a film that somebody asked for, on an engine that has nothing else to do. */
+const SHARE = 0.5;
 
 class ComparisonView extends PageElement {
   static properties = {
@@ -42,7 +44,7 @@ class ComparisonView extends PageElement {
     this.at = 0;
     this.longest = 1;
     this._steppedAt = 0;
-    this._frames = new Frames(() => this._step(), FRAME_MS);
+    this._frames = new Frames(() => this._step(), FRAME_MS, SHARE);
     this._stop = new AbortController();
     this._calm = matchMedia("(prefers-reduced-motion: reduce)");
     this._resized = () => this._draw();

@@ -9,7 +9,7 @@ import { duration, learn, number, rate, t } from "../lib/i18n.js";
 import en from "../lang/engine_en.js";
 import zh from "../lang/engine_zh.js";
 import { chartsOf } from "../engine/charts.js";
-import { chartAt, chartsHeight, colours, drawCharts, drawLanes, LABEL, laneAt, lanes } from "../engine/draw.js";
+import { chartAt, chartsHeight, colours, drawCharts, drawLanes, isInSight, LABEL, laneAt, lanes } from "../engine/draw.js";
 import { Frames } from "../engine/frames.js";
 import { KEPT_MS } from "../engine/history.js";
 import { live } from "../engine/live.js";
@@ -22,7 +22,7 @@ import "./engine_table.js";
 
 learn({ en, zh });
 const SPANS = [5, 15, 30, 60, 300, 600];
-/** Ten pictures a second at the most: where the browser has the cores of the engine, drawing slows what is drawn. */
+/** Ten pictures a second at the most. */
 const FRAME_MS = 90;
 const stylesheet = "/ui/css/engine.css";
 
@@ -110,8 +110,7 @@ class EngineView extends PageElement {
   get _until() {
     if (!this.history) return 0;
     if (this.isPaused || !this.isLive) return this.end;
-    // The picture moves on evenly between two frames, a little behind them.
-    return Math.min(this.history.now + 1000, performance.now() + live.shift - 60);
+    return live.shown;
   }
 
   /** The time that is shown; nothing before the first frame. */
@@ -133,9 +132,8 @@ class EngineView extends PageElement {
     if (canvas.height !== Math.round(layout.height * devicePixelRatio)) canvas.setAttribute("height", String(layout.height));
     if (!history.replicas.has(this.replica)) [this.replica] = history.replicas.keys();
     const under = this.cursor === null ? null : this._barAt(this.cursor);
-    drawLanes(canvas, history, view, c, { seats: t("engine.seat"), queue: t("engine.queue"), selected: under });
-    const charts = chartsOf(history, view, c);
-    drawCharts(below, charts, view, c);
+    if (isInSight(canvas)) drawLanes(canvas, history, view, c, { seats: t("engine.seat"), queue: t("engine.queue"), selected: under });
+    if (isInSight(below)) drawCharts(below, chartsOf(history, view, c), view, c);
     this._say(view);
   }
 

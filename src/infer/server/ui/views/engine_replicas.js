@@ -3,6 +3,7 @@
 import { html, nothing } from "../vendor/core.js";
 import { PageElement } from "../lib/element.js";
 import { number, t } from "../lib/i18n.js";
+import { FETCH_MS } from "../engine/frames.js";
 
 const COUNTS = ["running", "waiting", "preempted", "pages", "cached", "restarts"];
 
@@ -25,7 +26,7 @@ class EngineReplicas extends PageElement {
 
   connectedCallback() {
     super.connectedCallback();
-    this._timer = window.setInterval(() => this.requestUpdate(), 250);
+    this._timer = window.setInterval(() => { if (this.history?.hasReplicas) this.requestUpdate(); }, FETCH_MS);
   }
 
   disconnectedCallback() {

@@ -5,7 +5,7 @@ import { html, nothing } from "../vendor/core.js";
 import { chats } from "../lib/chats.js";
 import { PageElement } from "../lib/element.js";
 import { made } from "../lib/generation.js";
-import { number, rate, t } from "../lib/i18n.js";
+import { rate, t } from "../lib/i18n.js";
 import { modelOf } from "../lib/request.js";
 import { server } from "../lib/api.js";
 import { fit } from "../engine/draw.js";
@@ -72,7 +72,7 @@ class SeatStrip extends PageElement {
       return;
     }
     this._draw();
-    if (now - this._worded < WORDS_MS) return;
+    if (!live.history || now - this._worded < WORDS_MS) return;
     this._worded = now;
     this._say();
   }
@@ -81,7 +81,7 @@ class SeatStrip extends PageElement {
     const canvas = this.querySelector("canvas");
     const { history } = live;
     if (!history || !canvas?.clientWidth) return;
-    const until = Math.min(history.now + 1000, performance.now() + live.shift - 60);
+    const until = live.shown;
     const from = until - SHOWN_MS;
     const [own, others] = [getComputedStyle(canvas).color, getComputedStyle(this).color];
     const { context, width } = fit(canvas, HEIGHT);
@@ -134,7 +134,7 @@ class SeatStrip extends PageElement {
     if (!this.isShown) return nothing;
     return html`<button class="strip" title=${t("strip.open")} @click=${() => go("engine")}>
       <canvas height=${HEIGHT} aria-hidden="true"></canvas>
-      <span class="small quiet clip">${this.said || number(0)}</span><span class="unseen">${t("strip.open")}</span></button>`;
+      <span class="small quiet clip">${this.said}</span><span class="unseen">${t("strip.open")}</span></button>`;
   }
 }
 
