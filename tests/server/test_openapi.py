@@ -26,8 +26,8 @@ from tests.support.serving import App, check_documented, code_at, with_app
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 STARTS: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "x"}]},
+    {"input": "x"},  # before a prompt, which is a field of responses that is refused
     {"prompt": "x"},
-    {"input": "x"},
     {"tokens": [1]},
     {},
 )

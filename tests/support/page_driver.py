@@ -278,7 +278,10 @@ class Reader:
             if time.monotonic() > deadline:
                 said = page.locator(".notice, .fault, .ending, .waiting").all_inner_texts()
                 said += [f"{len(self.questions(page))} questions, {self.answers(page)}"[:600]]
-                focus = page.evaluate("document.activeElement?.outerHTML.slice(0, 200)")
+                focus = page.evaluate(
+                    "[document.activeElement?.outerHTML.slice(0, 200), document.activeElement?.value]"
+                )
+                said += page.locator(".composer").all_inner_texts()
                 message = f"not true within {timeout_s} s: {condition}; the page says {said}"
                 raise AssertionError(f"{message}, and the focus is on {focus}")
             page.wait_for_timeout(30)

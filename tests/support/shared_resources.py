@@ -356,6 +356,7 @@ UNLIMITED = (
             *_at("server/serve.py", "_router.models:LoadedModels"),
             *_at("replicas/launch.py", "Loads._lock:Lock"),
             *_at("models/weights.py", "TensorFiles._recent:deque"),
+            *_at("kernels/arena.py", "Arena._lock:Lock"),
             *_at(
                 "kernels/cuda/launch.py",
                 *("compiled_together:ThreadPoolExecutor", "_parsed_in_turn:Lock"),

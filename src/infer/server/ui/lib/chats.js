@@ -80,8 +80,9 @@ class Chats extends Answering {
     if (busy) this.tree = busy;
     else {
       const messages = conversation.session ? await (await sessions()).readSession(conversation) : await storage.messages(conversation.id);
-      this.tree = new Tree(conversation, messages);
-      await this._takeUp(this.tree, messages);
+      const since = this._busy.get(conversation.id); // a message that was sent meanwhile stands only there
+      this.tree = since ?? new Tree(conversation, messages);
+      if (!since) await this._takeUp(this.tree, messages);
     }
   }
 

@@ -104,8 +104,13 @@ class ChatComposer extends PageElement {
   }
 
   _canSend() {
+    return this._isReady() && !this._isTooLong();
+  }
+
+  /** Whether there is something to send and somebody to send it to, whatever its length. */
+  _isReady() {
     const { text, files } = this.draft;
-    return Boolean((text.trim() || files.length) && server.current && !this._wait() && !this._isTooLong());
+    return Boolean((text.trim() || files.length) && server.current && !this._wait());
   }
 
   _isNear() {
@@ -192,11 +197,11 @@ class ChatComposer extends PageElement {
   async _measure() {
     const { text, files } = this.draft;
     if (!chats.tree || !server.current || chats.current?.session || this.isBusy || !(text || files.length || chats.tree.byId.size)) return;
-    this._measuring = new AbortController();
+    const own = this._measuring = new AbortController();
     try {
-      this.meter = await chats.measure(text, files, this._measuring.signal);
+      this.meter = await chats.measure(text, files, own.signal);
     } catch {
-      this.meter = null;
+      if (!own.signal.aborted) this.meter = null; // else a later measurement says it
     }
   }
 
@@ -220,10 +225,10 @@ class ChatComposer extends PageElement {
   }
 
   async _send() {
-    if (!this._canSend() || this.isBusy || this._isSending) return;
+    if (!this._isReady() || this.isBusy || this._isSending) return;
     const { text, files } = this.draft;
     if (text.length > LONG_PASTE || files.length || this._isNear()) {
-      // What is longer than the context is not even sent.
+      // What is longer than the context is not even sent. What was measured last may be another prompt.
       this._isSending = true;
       await this._measure();
       this._isSending = false;
