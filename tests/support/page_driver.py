@@ -279,7 +279,7 @@ class Reader:
                 said = page.locator(".notice, .fault, .ending, .waiting").all_inner_texts()
                 said += [f"{len(self.questions(page))} questions, {self.answers(page)}"[:600]]
                 focus = page.evaluate(
-                    "[document.activeElement?.outerHTML.slice(0, 200), document.activeElement?.value]"
+                    "((e) => [e?.outerHTML.slice(0, 200), e?.value])(document.activeElement)"
                 )
                 said += page.locator(".composer").all_inner_texts()
                 message = f"not true within {timeout_s} s: {condition}; the page says {said}"
