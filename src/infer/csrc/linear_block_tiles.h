@@ -117,7 +117,7 @@ struct BlockTiles {
     for (long n = 0; n < steps; ++n) {
       rows.bytes += rows.step_bytes;
       if (n + 1 < steps) add_up<T>(rows.bytes, step_of(n + 1) + Own::codes_at(0), found[(n + 1) % 2]);
-      for (int quarter = 0; quarter < 4; ++quarter) ahead.template quarter<8>();
+      for (int quarter = 0; quarter < 4; ++quarter) ahead.quarter();
       for (int t = 0; t < T; ++t)
         scale(rows.groups + t * TILE_ROWS * 2, std::min(count - t * TILE_ROWS, TILE_ROWS), unit_of(n), step_of(n),
               (int)(n % Own::UNIT_STEPS), found[n % 2] + t * GROUPS * 512, sums + t * 512, first && !n);

@@ -67,18 +67,18 @@ struct BlockRows {  // a part of a group of rows, from a step on
   long step_groups;
 };
 
-struct Ahead {  // two streams of lines to ask for
+// Two streams of lines to ask for, into the L2 cache: the L1 cache has few places for lines that are under way, and
+// blocks take longer than a line needs from the L2 (one row of Q8_0 reads at 0.79 of the read rate, not at 0.72).
+struct Ahead {
   PrefetchStream one, two;
 
-  template <int R>
   INLINE void quarter() {  // of a step
-    quarter_of<R>(one);
-    quarter_of<R>(two);
+    quarter_of(one);
+    quarter_of(two);
   }
-  template <int R>
   INLINE static void quarter_of(PrefetchStream& stream) {
     const char* end = stream.next + stream.lines * 16;
-    for (const char* line = stream.next; line < end; line += 64) ask<R>(line);
+    for (const char* line = stream.next; line < end; line += 64) __builtin_prefetch(line, 0, 2);
     stream.next = end;
   }
 };
@@ -187,7 +187,7 @@ struct Blocks {
 #pragma GCC unroll 8
     for (int i = 0; i < LINES; ++i) {
       const int line = group * LINES + i;
-      if (i % 4 == 0) ahead.quarter<R>();
+      if (i % 4 == 0) ahead.quarter();
       vb some[2];
       codes_of(codes, line, some);
       for (int v = 0; HAS_SIGNS && v < 2; ++v) some[v] = some[v] ^ all_bytes((char)0x80);
@@ -228,7 +228,7 @@ struct Blocks {
     vb some[WORD_LINES][2], most[WORD_LINES][2];
 #pragma GCC unroll 2
     for (int j = 0; j < WORD_LINES; ++j) {
-      if ((line + j) % 4 == 0) ahead.quarter<R>();
+      if ((line + j) % 4 == 0) ahead.quarter();
       codes_of(codes, line + j, some[j]);
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
@@ -260,7 +260,7 @@ struct Blocks {
     vb words[R][2];
 #pragma GCC unroll 8
     for (int j = 0; j < WORD_LINES; ++j) {
-      if ((line + j) % 4 == 0) ahead.quarter<R>();
+      if ((line + j) % 4 == 0) ahead.quarter();
       vb some[2];
       codes_of(codes, line + j, some);
 #pragma GCC unroll 8
