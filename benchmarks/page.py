@@ -35,8 +35,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import sync_playwright
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.pictures import server
@@ -313,6 +311,8 @@ ANSWERING = (
 @contextmanager
 def tabs(url: str, count: int, shown: str) -> Iterator[None]:
     """So many tabs with the engine view, with the strip, or with a page that is not used."""
+    from playwright.sync_api import sync_playwright  # `--help` does without
+
     with ExitStack() as stack:
         profile = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         command = [chromium_path(), *FLAGS, "--headless", "--remote-debugging-port=0"]

@@ -376,7 +376,7 @@ def test_the_schema_validates_the_examples_of_the_docs() -> None:
         (path.name, tomllib.loads(text))
         for path in sorted((ROOT / "docs").rglob("*.md"))
         for text in re.findall(r"```toml\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL)
-        if "[project" not in text
+        if not any(table in text for table in ("[project", "[model_providers"))  # others' files
     ]
     assert examples
     for name, content in examples:
