@@ -1,10 +1,9 @@
 """Paths as clients write them: `canonical_path`, and `nearest_path` for the 404 of a wrong base URL
 
 Clients join a base URL and a path, so a slash too many is common, at the joint or at the end. It
-changes nothing here; a redirect would lose the body of a POST. Proxies and some clients send the
-whole address in place of the path, which HTTP/1.1 has servers accept (RFC 9112, 3.2.2). A base URL
-that has a part too many or too few (`/v1/v1/models`, `/models`, `/api/v1/models`) names no route,
-and the answer says which path was meant.
+changes nothing here; a redirect would lose the body of a POST. A base URL that has a part too many
+or too few (`/v1/v1/models`, `/models`, `/api/v1/models`) names no route, and the answer says which
+path was meant.
 """
 
 from __future__ import annotations
@@ -35,14 +34,8 @@ _OTHER_APIS = {
 """paths of other servers' APIs → the path here that does the same"""
 
 
-_ORIGIN = re.compile(r"https?://[^/]*", re.IGNORECASE)
-"""what stands before the path of an address"""
-
-
 def canonical_path(path: str) -> str:
-    """A path with single slashes, and none at its end; of an address, its path."""
-    if not path.startswith("/") and (found := _ORIGIN.match(path)):
-        path = path[found.end() :] or "/"
+    """A path with single slashes, and none at its end."""
     if "//" not in path and (not path.endswith("/") or path == "/"):
         return path
     return re.sub("/{2,}", "/", path).rstrip("/") or "/"
