@@ -353,6 +353,26 @@ def test_a_terminal_that_is_closed(tmp_path: Path, is_kept: bool) -> None:
         process.wait()
 
 
+@pytest.mark.parametrize(("call", "code"), [("leave_closed_streams()", 0), ("", 120)])
+def test_what_could_not_be_written_is_no_failure(call: str, code: int) -> None:
+    """Python itself ends with 120 where its last flush fails."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = "\n".join(
+        (
+            "import sys",
+            "from infer.server.screen import leave_closed_streams",
+            "try: print('x', file=sys.stderr, flush=True)",
+            "except OSError: pass",
+            call,
+        )
+    )
+    env = {name: value for name, value in ENV.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", program], stderr=writer, env=env, check=False)
+    os.close(writer)
+    assert done.returncode == code
+
+
 def is_up(server: Served) -> bool:
     with contextlib.suppress(OSError):
         return server.is_ready()

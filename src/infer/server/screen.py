@@ -54,3 +54,13 @@ def announce(text: str) -> None:
         log.warning("stdout cannot be written (%s)", error)
         # At its end the interpreter would try to write the rest of the buffer, and fail.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def leave_closed_streams() -> None:
+    """Let go of stdout and stderr where they cannot be written, as after a terminal was closed. The
+    interpreter flushes both at its end, and exits with 120 if it cannot."""
+    for name in ("stdout", "stderr"):
+        try:
+            getattr(sys, name).flush()
+        except (OSError, ValueError):
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115

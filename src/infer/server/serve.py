@@ -58,7 +58,7 @@ from infer.server.probe_server import ProbeServer
 from infer.server.reload import ReadAgain, Reload
 from infer.server.request_views import RequestViews
 from infer.server.route_table import unknown_model_statuses
-from infer.server.screen import Screen, Served
+from infer.server.screen import Screen, Served, leave_closed_streams
 from infer.server.served_models import Presets, names_of
 from infer.server.service_manager import ServiceManager
 from infer.server.sessions import NO_SESSIONS
@@ -393,6 +393,7 @@ def serve_config(
     )
     open_standard_streams()
     with contextlib.ExitStack() as held:
+        held.callback(leave_closed_streams)
         held.enter_context(
             log_on_stderr(settings.log_format, settings.log_level, is_quiet=settings.quiet)
         )
