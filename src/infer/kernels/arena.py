@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from infer.kernels.loader import HUGE_PAGE, advise, page_aligned
+from infer.kernels.loader import mapped, page_aligned
 
 CHUNK_BYTES = 64 << 20
 """Size of what is asked of the system at once, which allocates what is written of it."""
@@ -39,17 +39,11 @@ class Arena:
         with self._lock:
             chunk = self._chunk()
             if chunk is None or self._next + num_bytes > len(chunk):
-                chunk = self._new_chunk()
+                chunk, self._next = mapped(CHUNK_BYTES)
+                self._chunk = weakref.ref(chunk)
             offset = self._next
             self._next += -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         return torch.frombuffer(chunk, dtype=torch.uint8, count=num_bytes, offset=offset)
-
-    def _new_chunk(self) -> mmap.mmap:
-        chunk = mmap.mmap(-1, CHUNK_BYTES + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory = torch.frombuffer(chunk, dtype=torch.uint8)
-        self._chunk, self._next = weakref.ref(chunk), -memory.data_ptr() % HUGE_PAGE
-        advise(memory, mmap.MADV_HUGEPAGE, self._next, CHUNK_BYTES)
-        return chunk
 
 
 WEIGHTS = Arena()

@@ -135,11 +135,21 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
 
     if sys.platform != "linux":
         return torch.zeros(num_bytes, dtype=torch.uint8)
+    own, first = mapped(num_bytes)
+    return torch.frombuffer(own, dtype=torch.uint8)[first:][:num_bytes]
+
+
+def mapped(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """(memory of Linux in which there are `num_bytes` from a huge page on, their offset).
+
+    Tensors that are made of it keep it."""
+    import torch
+
     own = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(own, dtype=torch.uint8)
-    memory = memory[-memory.data_ptr() % HUGE_PAGE :][:num_bytes]
-    advise(memory[: num_bytes // HUGE_PAGE * HUGE_PAGE], mmap.MADV_HUGEPAGE)
-    return memory
+    first = -memory.data_ptr() % HUGE_PAGE
+    advise(memory, mmap.MADV_HUGEPAGE, first, num_bytes // HUGE_PAGE * HUGE_PAGE)
+    return own, first
 
 
 def advise(

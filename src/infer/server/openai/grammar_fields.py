@@ -28,7 +28,7 @@ FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex"
 _MEMBERS = {"text": {"type"}, "json_object": {"type", "schema"},
             "json_schema": {"type", "json_schema"}}  # fmt: skip
 """type of a response_format → the members that mean something"""
-_NAMED = frozenset(("name", "description", "schema", "strict"))
+_NAMED = {"name", "description", "schema", "strict"}
 """members of a json_schema"""
 
 MAX_WARNED = 8
@@ -144,15 +144,13 @@ def response_format(value: Any, info: ValidationInfo) -> Grammar | None:
     if kind not in _MEMBERS:
         kinds = "'text', 'json_object' or 'json_schema'"
         raise UnprocessableError(f"response_format: type must be {kinds}")
+    known, given, path = _MEMBERS[kind], value.get("json_schema"), "response_format.json_schema"
+    if kind == "json_schema" and given is None and "schema" in value:
+        known, path = {"type", *_NAMED}, "response_format"
+        given = {name: value[name] for name in _NAMED & value.keys()}
+    leave_out(value, known, "response_format", info.context)
     if kind == "json_schema":
-        given, path = value.get("json_schema"), "response_format.json_schema"
-        if given is None and "schema" in value:
-            given = {name: value[name] for name in _NAMED & value.keys()}
-            leave_out(value, {"type", *_NAMED}, "response_format", info.context)
-            return _named_schema(given, "response_format", info.context)
-        leave_out(value, _MEMBERS[kind], "response_format", info.context)
         return _named_schema(given, path, info.context)
-    leave_out(value, _MEMBERS[kind], "response_format", info.context)
     if kind == "text":
         return None
     schema = value.get("schema")
@@ -171,7 +169,7 @@ def _asked(
 def _named_schema(value: Any, path: str, noted: list[str] | None) -> Grammar:
     if not isinstance(value, dict) or not isinstance(value.get("name") or "", str):
         raise RequestError("response_format: json_schema must be an object whose name is a string")
-    leave_out(value, set(_NAMED), "json_schema", noted)
+    leave_out(value, _NAMED, "json_schema", noted)
     schema = value.get("schema")
     if schema is not None and not isinstance(schema, dict):
         raise RequestError("response_format: json_schema.schema must be an object")

@@ -297,6 +297,8 @@ class _Relaxing:
         nodes = [node for node, _ in self._visited]
         for turn in ("notes", "references", "lists"):
             back, circle_of = circular(nodes, _inside, self._target)
+            if not back:
+                return
             for node in back:
                 self._open_circle(node, paths[id(node)], circle_of, turn)
 

@@ -106,7 +106,7 @@ class Gathered:
                 made.append(_parts(found))
                 found = {}
             place = _ORDER.index(kind)
-            found[kind] = [*found.get(kind, ()), *values]
+            found.setdefault(kind, []).extend(values)
         self._forget()
         return [*made, _parts(found)] if found else made
 
