@@ -151,11 +151,14 @@ def write_stacks_at(number: int, file: int) -> None:
 
 
 def open_standard_streams() -> None:
-    """Open the standard streams that are closed; else a connection would become one of them. From
-    now on signals of users may come, which write there."""
-    for fd in range(3):
+    """Open the standard streams that are closed; else a connection would become one of them, and
+    Python's own would be None. From now on signals of users may come, which write there."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w" if fd else "r", encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, stream)
     answer_users()

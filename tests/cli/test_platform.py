@@ -47,3 +47,22 @@ def test_python_m_infer_is_the_command() -> None:
     command = [sys.executable, "-m", "infer", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, encoding="utf-8")
     assert (done.returncode, done.stdout.split()[0]) == (0, "infer")
+
+
+@pytest.mark.parametrize(
+    ("closed", "is_shown"),
+    [("<&-", True), (">&-", False), ("2>&-", True), ("<&- >&- 2>&-", False)],
+)
+def test_a_closed_stream_is_an_empty_one(closed: str, is_shown: bool) -> None:
+    """A program whose descriptors were closed has None for them, which has no methods."""
+    command = f'"$1" -m infer generate --max-tokens 3 Hello {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command, "sh", sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        encoding="utf-8",
+    )
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert bool(done.stdout) == is_shown

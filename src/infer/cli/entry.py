@@ -18,11 +18,11 @@ WITHOUT_PROCESS = ("--help", "--help-all", "--engine-thread", "--load-on-first-u
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The entry point of the `infer` script. `arguments`: default: those of this process."""
+    open_standard_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not starts_engine(given):
         _run(given, None)
         return
-    open_standard_streams()
     with ended_by_signals(), EarlyProcess() as early:
         _run(given, early)
 

@@ -19,7 +19,7 @@ from infer.server.early_listener import listening
 from infer.server.observe.logs import log_on_stderr
 from infer.server.served_models import names_of
 from infer.server.settings import ListenAddress, ServerSettings
-from infer.signals import Hangup, ended_by_signals, open_standard_streams
+from infer.signals import Hangup, ended_by_signals
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -81,7 +81,6 @@ def serve(
 ) -> None:
     """Serve one model, or several, with OpenAI's API."""
     flags = flags_of(model, models, address, server, settings)
-    open_standard_streams()
     with contextlib.ExitStack() as held:
         hangup = held.enter_context(Hangup().ignored_meanwhile())
         held.enter_context(ended_by_signals())
