@@ -23,6 +23,7 @@ from infer.models.model_config import ModelConfig
 from infer.runner.kv_storage import KVStorage
 from tests.support import isas
 from tests.support.attention_worlds import BF16, F32, make_world, ragged, run, same_bits, whole
+from tests.support.cases import one_of
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 
@@ -71,8 +72,9 @@ def test_heads_are_divided_like_threads() -> None:
 
 
 @pytest.mark.parametrize("isa", isas.each(loader.instruction_sets()))
-@pytest.mark.parametrize("nodes", [1, 3])
-@pytest.mark.parametrize("held", [F32, BF16, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    ("nodes", "held"), one_of(2, [(n, held) for n in (3, 1) for held in (F32, BF16, torch.int8)])
+)
 def test_the_same_bits_with_16_and_64_threads(
     isa: str, nodes: int, held: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

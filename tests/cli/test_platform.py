@@ -55,7 +55,7 @@ def test_python_m_infer_is_the_command() -> None:
 )
 def test_a_closed_stream_is_an_empty_one(closed: str, is_shown: bool) -> None:
     """A program whose descriptors were closed has None for them, which has no methods."""
-    command = f'"$1" -m infer generate --max-tokens 3 Hello {closed}'
+    command = f'"$1" -m infer plan {closed}'
     done = subprocess.run(
         ["sh", "-c", command, "sh", sys.executable],
         capture_output=True,

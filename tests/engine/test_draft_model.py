@@ -72,7 +72,9 @@ def eager() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", slow_but(("continuous", "few seats, small pages", "small steps"), SETTINGS)
+)
 def test_the_same_answers_in_fewer_steps(
     name: str, plain: tuple[str, list[RequestOutput]], folders: dict[str, Path]
 ) -> None:

@@ -10,6 +10,7 @@ from infer import LLM, RequestOutput, SamplingParams
 from infer.kernels.loader import available
 from infer.types.grammar import Grammar
 from tests.support.ahead import AlwaysAhead, FailsInFlight, work_ahead
+from tests.support.cases import slow_but
 from tests.support.lattice import NUM_TOKENS, PROMPTS, params, preempt_at_every_third_step
 
 NATIVE = pytest.mark.skipif(available() is not None, reason=str(available()))
@@ -76,7 +77,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", slow_but(("continuous", "static", "chunks of 1", "short of pages"), VARIANTS)
+)
 def test_the_same_tokens(
     name: str, dtype: str, wanted: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

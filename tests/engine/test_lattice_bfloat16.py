@@ -125,7 +125,7 @@ def result_of(kind: dict[str, Any]) -> Result:
     [
         {"batching_mode": "sequential", "kv_cache_backend": "slotted"},
         pytest.param({"max_batch_size": 8}, marks=pytest.mark.slow),
-        {"batching_mode": "static", "max_batch_size": 3},
+        pytest.param({"batching_mode": "static", "max_batch_size": 3}, marks=pytest.mark.slow),
         pytest.param({"max_num_batched_tokens": 7}, marks=pytest.mark.slow),
         {"max_num_batched_tokens": 1, "page_size": 1},
         pytest.param({"page_size": 5, "num_threads": 2}, marks=pytest.mark.slow),

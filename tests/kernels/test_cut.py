@@ -18,6 +18,7 @@ from infer.kernels import loader
 from infer.kernels.blocks import BlockWeight
 from infer.kernels.linear import Fusion, NativeLinear
 from infer.kernels.team import pin_threads
+from tests.support.cases import one_of
 from tests.support.gguf_files import blocks
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
@@ -215,6 +216,9 @@ def test_each_node_has_a_slice_and_its_threads_take_it_first() -> None:
     assert {each.node for each in parts_of(Shape(2048, 2048), 4)} == {0}
 
 
+KINDS = ("bfloat16", "gate", "int8", "Q8_0", "Q4_0", "Q4_K", "Q6_K")
+
+
 def weights_of(kind: str, outputs: int, inputs: int) -> NativeLinear:
     """A layer whose weight is held in some format."""
     if kind in Q.__members__:
@@ -226,8 +230,9 @@ def weights_of(kind: str, outputs: int, inputs: int) -> NativeLinear:
     return NativeLinear([weight], fusion=fusion, bits=8 if kind == "int8" else 16)
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "gate", "int8", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
-@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("kind", "nodes"), one_of(3, [(kind, n) for n in (1, 2, 3) for kind in KINDS], first=1)
+)
 def test_the_same_bits_with_16_and_64_threads(isa: str, kind: str, nodes: int) -> None:
     """Panels are split where they do not divide by the threads, and sums go on in another one."""
     torch.set_num_threads(1)

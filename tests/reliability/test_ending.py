@@ -296,7 +296,7 @@ def in_a_terminal(fd: int) -> Callable[[], None]:
     return begin
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
+@pytest.mark.parametrize("is_kept", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_terminal_that_is_closed(tmp_path: Path, is_kept: bool) -> None:
     """Its HUP goes to the server and to all that it has started: the engine, its stand-in and the
     checker of grammars. Streams are finished first. With `nohup` the server goes on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ DROP_TEXT = ("nine", "python", "llama32")
 ASKED = {"role": "user", "content": "Weather?"}
 
 
+@functools.lru_cache(2)
 def template(source: str) -> ChatTemplate:
     return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
 

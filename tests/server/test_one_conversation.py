@@ -164,14 +164,15 @@ def add_answer(
         found.messages.append({"role": "user", "content": used})
 
 
+@pytest.mark.parametrize("count", [30, pytest.param(NUM_CONVERSATIONS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_same_tokens_go_in_and_come_out(name: str, tmp_path: Path) -> None:
+def test_the_same_tokens_go_in_and_come_out(name: str, count: int, tmp_path: Path) -> None:
     runner = Recording()
     tokenizer = tokenizer_of(tmp_path, TEMPLATES[name])
     engine = scripted([], tokenizer=tokenizer, runner=runner, max_seq_len=8192, num_pages=8192)
 
     async def use(app: App) -> None:
-        for seed in range(NUM_CONVERSATIONS):
+        for seed in range(count):
             prompts, answers, counts = [], [], []
             for path, body in made(seed).bodies():
                 stream = {"stream": True} if seed % 2 else {}
