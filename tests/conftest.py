@@ -14,6 +14,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Where a test asks for more, those that wait do not take the cores of the tests beside it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Tests start some hundred processes; each would compile the package for itself.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # What engines promise here is not for the engines of others on this machine, nor theirs for these.
 _RUNTIME = tempfile.TemporaryDirectory(prefix="infer-tests-")
 os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name

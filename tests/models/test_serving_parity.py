@@ -156,7 +156,7 @@ def written(folder: Path, family: str, name: str) -> Pair | None:
 @pytest.mark.parametrize(
     "family",
     slow_but(
-        (*FIRST, "ministral3", "phi3", "granite_hybrid", "seed_oss", "glm4", "olmo3", "nemotron"),
+        (*FIRST, "phi3", "granite_hybrid", "olmo3"),
         [name for name in FAMILIES if architecture_of(name) in IN_GGUF_FILES.values()],
     ),
 )
