@@ -24,9 +24,11 @@ except ImportError:  # an older setuptools, which only builds in place
     bdist_wheel = None
 
 CSRC = Path("src/infer/csrc")
-SOURCES = [*sorted(CSRC.glob("*.cpp")), CSRC / "isa/dispatch.cpp", CSRC / "isa/portable.cpp"]
+SOURCES = [*sorted(CSRC.glob("*.cpp")), CSRC / "isa/dispatch.cpp"]
 X86 = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
 """one file of `csrc/isa` each, and those of FURTHER"""
+PORTABLE = "portable"
+"""the file of `csrc/isa` that each machine has"""
 FURTHER = {"amx": ("amx_blocks",)}
 ARM = ("neon", "neon_dotprod", "neon_i8mm_bf16")
 # What is built for, which is not always the machine that builds: an arm64 Mac builds for x86_64.
@@ -86,8 +88,12 @@ class BuildKernels(build_ext):
         """Build, or warn."""
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                objects = list(pool.map(self.compile_instruction_set, INSTRUCTION_SETS))
-            for name, paths in zip(INSTRUCTION_SETS, objects, strict=True):
+                # What takes longest begins first.
+                names = (PORTABLE, *reversed(INSTRUCTION_SETS))
+                objects = list(pool.map(self.compile_instruction_set, names))
+            if not objects[0]:
+                raise RuntimeError(f"the kernels for {PORTABLE} are needed on each machine")
+            for name, paths in zip(names, objects, strict=True):
                 if paths:
                     ext.extra_objects += paths
                     ext.define_macros.append((f"INFER_{name.upper()}", None))
