@@ -66,6 +66,8 @@ MAX_THREADS = 4096
 """maximum of the threads of an engine; no machine has so many cores"""
 MAX_REPLICAS = 64
 """maximum of the engines of one server"""
+MAX_FRONTS = 64
+"""maximum of the processes of one server that answer HTTP"""
 PositiveInt = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 NonNegativeInt = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 

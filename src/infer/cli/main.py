@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from infer.cli.options import ListedOptions, Model, key_option, with_engine_options
 from infer.cli.plain import plain, print_line, visible, write_any_text
-from infer.config import DEFAULT_HOST, DEFAULT_PORT, MAX_REPLICAS, EngineConfig
+from infer.config import DEFAULT_HOST, DEFAULT_PORT, MAX_FRONTS, MAX_REPLICAS, EngineConfig
 from infer.errors import ConfigError, InferError
 from infer.version import VERSION
 
@@ -205,6 +205,9 @@ def plan(
         int,
         typer.Option(min=1, max=MAX_REPLICAS, help="Engines between which the machine is divided."),
     ] = 1,
+    fronts: Annotated[
+        int, typer.Option(min=1, max=MAX_FRONTS, help="Processes that answer HTTP.")
+    ] = 1,
     agent: Annotated[
         bool, typer.Option("--agent", help="Also what the contexts of a coding agent take.")
     ] = False,
@@ -215,7 +218,7 @@ def plan(
     from infer.cli.planning import run_plan
 
     config = EngineConfig.from_kwargs(model=model, **settings)
-    if not run_plan(config, as_json, free_gib, replicas, agent):
+    if not run_plan(config, as_json, free_gib, replicas, agent, fronts):
         raise typer.Exit(1)
 
 

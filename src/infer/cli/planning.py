@@ -31,10 +31,12 @@ def run_plan(
     free_gib: float | None,
     replicas: int = 1,
     agent: bool = False,
+    fronts: int = 1,
 ) -> bool:
     """Print the plan for one of `replicas` engines of a model, with `free_gib` GiB of free memory
     for all of them; returns whether they fit. `agent`: also what the contexts of a coding agent
-    take. Raises `ConfigError` for an impossible `free_gib`."""
+    take. `fronts`: processes that answer HTTP. Raises `ConfigError` for an impossible
+    `free_gib`."""
     if free_gib is not None and not 0 <= free_gib <= MAX_FREE_GIB:  # also false for NaN
         raise ConfigError("free_gib", f"must be between 0 and {MAX_FREE_GIB}, not {free_gib:g}")
     # These import numpy, and torch where there may be a GPU.
@@ -48,8 +50,8 @@ def run_plan(
 
     free = None if free_gib is None else int(free_gib * 2**30)
     checkpoint = opened(config)
-    plan = plan_for(config, checkpoint, free=free, replicas=replicas)
-    most = most_replicas(config, checkpoint, free=free)
+    plan = plan_for(config, checkpoint, free=free, replicas=replicas, fronts=fronts)
+    most = most_replicas(config, checkpoint, free=free, fronts=fronts)
     defaults = request_defaults(config, checkpoint)
     drafts = plan.draft.kv_bytes_per_token if plan.draft else 0
     windows = {n: n * (plan.kv_bytes_per_token + drafts) for n in AGENT_WINDOWS if agent}

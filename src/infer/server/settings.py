@@ -14,6 +14,7 @@ from msgspec import Meta
 from infer.config import (
     DEFAULT_HOST,
     DEFAULT_PORT,
+    MAX_FRONTS,
     MAX_REPLICAS,
     NonNegativeInt,
     PositiveInt,
@@ -32,7 +33,6 @@ from infer.types.server_limits import (
 )
 
 MAX_PORT = 65535
-MAX_FRONTS = 64
 PASSWORD_OF_URL = r"://[^/@\s]*?:([^/@\s]+)@"
 """the password in a URL such as that of a database"""
 

@@ -20,6 +20,7 @@ from infer.engine.build.assemble import prepare_process
 from infer.engine.build.machine_share import SETTING, MachineShare, shares_of
 from infer.engine.build.planner import most_replicas, plan_for
 from infer.engine.build.processors import Core, Processors, read_processors
+from infer.engine.build.server_memory import needs_of_server
 from infer.errors import ConfigError
 from infer.server.settings import ServerSettings
 
@@ -78,6 +79,16 @@ def test_a_plan_says_how_many_engines_fit() -> None:
     assert most_replicas(CONFIG, free=1000 * one) == cores
     assert plan_for(CONFIG, free=two, replicas=2).fits
     assert not plan_for(CONFIG, free=two - 2, replicas=2).fits
+
+
+def test_a_plan_has_what_each_front_takes() -> None:
+    """Several are beside the process that has started them; each has workers of its own."""
+    sizes = [plan_for(CONFIG, free=GIB, fronts=fronts).total_bytes for fronts in (1, 2, 3)]
+    needs = {need.name: need.num_bytes for need in needs_of_server(2048)}
+    assert sizes[2] - sizes[1] == needs["API"] + needs["workers"]
+    assert sizes[1] - sizes[0] == 2 * needs["API"] + needs["workers"]
+    assert most_replicas(CONFIG, free=sizes[1], fronts=2) == 1
+    assert most_replicas(CONFIG, free=sizes[1], fronts=3) == 0
 
 
 def test_an_engine_that_does_not_fit_says_how_many_would(monkeypatch: pytest.MonkeyPatch) -> None:

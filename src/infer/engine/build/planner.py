@@ -24,7 +24,7 @@ from infer.engine.build.hardware import planned_device
 from infer.engine.build.memory_ledger import MemoryLedger, for_newcomer
 from infer.engine.build.memory_plan import MemoryPlan, make_plan, replicas_that_fit
 from infer.engine.build.processors import Cpu, read_processors
-from infer.engine.build.server_memory import memory_of_server
+from infer.engine.build.server_memory import ServerMemory, memory_of_server
 from infer.types.sampling_defaults import SamplingDefaults
 
 if TYPE_CHECKING:
@@ -66,18 +66,20 @@ def plan_for(
     *,
     free: int | None = None,
     replicas: int = 1,
+    fronts: int = 1,
 ) -> MemoryPlan:
     """The memory plan of a server with these settings on this machine; loads nothing.
 
     `free`: bytes to plan with instead of what the device has free. `replicas`: number of engines
-    between which main memory is divided; the plan is that of one of them.
+    between which main memory is divided; the plan is that of one of them. `fronts`: number of
+    processes that answer HTTP.
     """
     checkpoint = checkpoint or opened(config)
     device = planned_device(config)
     plan_with = planner(config, checkpoint, find_draft(config), device)
     if device.type != "cpu":
         return plan_with(free=free)
-    memory = memory_of_server(checkpoint.config.vocab_size, free=free, pids=[os.getpid()])
+    memory = _memory_of_server(checkpoint, free, fronts)
     if free is None:
         ledger = MemoryLedger()
         with ledger.planning():
@@ -92,10 +94,14 @@ def plan_for(
 
 
 def most_replicas(
-    config: EngineConfig, checkpoint: Checkpoint | None = None, *, free: int | None = None
+    config: EngineConfig,
+    checkpoint: Checkpoint | None = None,
+    *,
+    free: int | None = None,
+    fronts: int = 1,
 ) -> int:
     """The number of engines with these settings that fit on this machine: into main memory, with a
-    core for each, or one on each GPU. `free`: see `plan_for`."""
+    core for each, or one on each GPU. `free`, `fronts`: see `plan_for`."""
     checkpoint = checkpoint or opened(config)
     device = planned_device(config)
     plan_with = planner(config, checkpoint, find_draft(config), device)
@@ -103,6 +109,11 @@ def most_replicas(
         import torch
 
         return torch.cuda.device_count() if plan_with(free=free).fits else 0
-    memory = memory_of_server(checkpoint.config.vocab_size, free=free, pids=[os.getpid()])
+    memory = _memory_of_server(checkpoint, free, fronts)
     most = read_processors().num_threads(numa="all")
     return replicas_that_fit(lambda count: plan_with(server=memory.divided(count)), most)
+
+
+def _memory_of_server(checkpoint: Checkpoint, free: int | None, fronts: int) -> ServerMemory:
+    vocab_size = checkpoint.config.vocab_size
+    return memory_of_server(vocab_size, free=free, pids=[os.getpid()], num_fronts=fronts)
