@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+
 from infer.cli.connect import AGENTS as CONNECTED
 from infer.cli.connect import find_target
 from infer.engine.client.async_llm import AsyncLLM
@@ -38,10 +40,13 @@ from tests.clients.loops import (
     talking,
     tokenizer_of,
 )
+from tests.support.checkpoints import write_checkpoint
 from tests.support.fleet_replicas import EngineDies
 from tests.support.linked_engines import LinkedEngine, remote
 from tests.support.published_templates import templates
+from tests.support.server_process import served
 
+ROOT = Path(__file__).parent.parent.parent
 WINDOW = 600_000
 """in bytes, which are the tests' tokens: about 150,000 tokens of a real vocabulary"""
 TEMPLATE = "llama.cpp/Qwen-Qwen3-0.6B"
@@ -63,6 +68,8 @@ UNTOLD = 1_000_000
 ANSWER = "The secret was 42, and now it is 43."
 QUESTION = "Read note.txt, add one to the secret, and say what it was."
 NOTE = "The secret is 42.\n"
+VOCABULARY = 8192
+"""tokens of the random model, which are about four bytes of a prompt each"""
 MIN_NODE = 22
 """which the newest versions of the agents need"""
 NUM_SAID = 20
@@ -293,6 +300,37 @@ def scripted_server(
     engine = talking(folder, templates()[template], make_runner, window)
     with listening(engine, ServerSettings()) as url:
         yield url, runners[0]
+
+
+@contextmanager
+def random_server(folder: Path, window: int) -> Iterator[str]:
+    """A server as its users start it, of a random model whose vocabulary is as dense as real ones;
+    yields its address. One token in a hundred ends an answer."""
+    write_checkpoint(folder, "qwen3", vocab_size=VOCABULARY, max_position_embeddings=window)
+    vocabulary = tokenizers.Tokenizer(tokenizers.models.BPE())
+    vocabulary.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|im_start|>", "<|im_end|>", "<|endoftext|>"],
+        show_progress=False,
+    )
+    vocabulary.train([str(file) for file in sorted((ROOT / "docs").glob("*.md"))], trainer)
+    vocabulary.save(str(folder / "tokenizer.json"))
+    ends = [1, 2, *range(1000, 1000 + VOCABULARY // 100)]
+    files = {
+        "tokenizer_config.json": {
+            "eos_token": "<|im_end|>",
+            "chat_template": templates()[TEMPLATE],
+        },
+        "generation_config.json": {"eos_token_id": ends},
+    }
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    command = ["-m", "infer", "serve", str(folder), "--port", "0", "--max-seq-len", str(window)]
+    with served([*command, "--sessions", "off"], folder / "log") as server:
+        yield server.url
 
 
 def command_of(agent: Agent, program: str) -> list[str]:

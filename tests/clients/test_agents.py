@@ -18,6 +18,7 @@ from tests.clients.agents import (
     Steps,
     finished,
     mortal_server,
+    random_server,
     run,
     scripted_server,
 )
@@ -90,6 +91,19 @@ def test_a_task_in_another_markup(agent: Agent, markup: str, tmp_path: Path) -> 
     # gpt-oss makes one call at a time: its template puts the second of two behind a result.
     least = 0.97 if markup == "harmony" else 0.98
     assert min(shares[1 : len(steps) + 1]) > least, shares
+
+
+@pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
+def test_a_random_model(agent: Agent, tmp_path: Path) -> None:
+    """Its first prompt is read within a window as people have it, and what comes is streamed to
+    the end, whatever it says."""
+    (tmp_path / "model").mkdir()
+    with random_server(tmp_path / "model", 65_536) as url:
+        said = run(agent, url, tmp_path / "task")
+        requests = finished(url)
+    assert len(said) > 20
+    assert max(request["prompt_tokens"] for request in requests) > 5_000, requests
+    assert all(request["outcome"] == "stop" for request in requests), requests
 
 
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
