@@ -1,8 +1,9 @@
-"""Reading files that strangers wrote: regular files up to a size, with `LoadError` for all others.
+"""Reading files that others wrote: regular files up to a size, with `LoadError` for all others.
 
-A checkpoint may come from anywhere. `read_text` never waits for a pipe and never reads without an
-end. `parse_json` limits the depth of a JSON text. `reading` turns whatever a library raises over
-the contents of a file into a `LoadError`, so that no start ends in a traceback.
+A checkpoint may come from anywhere, and an option may name anything. `read_text` never waits for a
+pipe and never reads without an end. `parse_json` limits the depth of a JSON text. `reading` turns
+whatever a library raises over the contents of a file into a `LoadError`, so that no start ends in a
+traceback.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ MAX_INDEX_BYTES = 64 << 20
 """The most bytes of a sharded checkpoint's index. The index of 200,000 tensors has 20 MB."""
 MAX_TOKENIZER_BYTES = 128 << 20
 """The most bytes of a tokenizer.json. Those of 262,000 tokens have 33 MB."""
+MAX_LIST_BYTES = 1 << 30
+"""The most bytes of an operator's own list: keys, usage, a trace, a result of a benchmark."""
 
 
 def read_text(path: Path, max_bytes: int) -> str:

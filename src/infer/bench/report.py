@@ -9,7 +9,6 @@ extra `bench`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any
 
 from infer.bench.drive import Record
 from infer.bench.results import FORMAT
-from infer.errors import ConfigError
+from infer.errors import ConfigError, LoadError
 from infer.extras import to_install
+from infer.files import MAX_LIST_BYTES, parse_json, read_text
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 """The palette of Okabe and Ito, which colour-blind readers can tell apart."""
@@ -98,13 +98,13 @@ def _read(files: Sequence[Path]) -> list[Result]:
     results: list[Result] = []
     for file in files:
         try:
-            document = json.loads(file.read_text(encoding="utf-8-sig"))
+            document = parse_json(read_text(file, MAX_LIST_BYTES))
             rows = document["runs"][document["median_run"]]["requests"]
             label = str(document["label"])
             if document["format"] != FORMAT:
                 raise ValueError(f"its format is {document['format']}, not {FORMAT}")
             records = [Record(**row) for row in rows]
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, LoadError) as error:
             message = f"{file} is no result that `infer bench … --json` has written"
             raise ConfigError("report", f"{message} ({type(error).__name__}: {error})") from None
         if label in [result.label for result in results]:

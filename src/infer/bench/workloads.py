@@ -19,7 +19,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from infer.config import PositiveInt, at_least
-from infer.errors import ConfigError
+from infer.errors import ConfigError, LoadError
+from infer.files import MAX_LIST_BYTES, read_text
 
 ARRIVALS = ("fixed", "poisson")
 _COMMON_IDS = 1024
@@ -228,8 +229,8 @@ class _TraceRow(msgspec.Struct):
 def trace(draw: Draw, *, trace_file: str) -> list[Planned]:
     """a JSONL file: {"arrival_s": …, "prompt_len": … or "prompt": …, "output_len": …}"""
     try:
-        lines = Path(trace_file).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(Path(trace_file), MAX_LIST_BYTES).splitlines()
+    except (OSError, UnicodeDecodeError, LoadError) as error:
         raise ConfigError("trace_file", f"cannot be read: {error}") from None
     plan = []
     for number, line in enumerate(lines, 1):

@@ -18,7 +18,8 @@ from heapq import nlargest
 from pathlib import Path
 from typing import Any
 
-from infer.errors import ConfigError
+from infer.errors import ConfigError, LoadError
+from infer.files import MAX_LIST_BYTES, parse_json, read_text
 from infer.private_files import locked, state_folder, write_private
 
 log = logging.getLogger("infer.server")
@@ -84,8 +85,8 @@ class KeyUsage:
         if self._file is None or not self._file.exists():
             return {}
         try:
-            return dict(json.loads(self._file.read_text(encoding="utf-8-sig")))
-        except (OSError, ValueError) as error:
+            return dict(parse_json(read_text(self._file, MAX_LIST_BYTES)))
+        except (OSError, ValueError, TypeError, LoadError) as error:
             raise ConfigError("api_keys", f"{self._file.name} holds no usage: {error}") from None
 
     def save(self) -> None:

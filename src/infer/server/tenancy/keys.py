@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from infer.config import NonNegativeInt, PositiveInt, check_fields, option
-from infer.errors import ConfigError
+from infer.errors import ConfigError, LoadError
+from infer.files import MAX_LIST_BYTES, parse_json, read_text
 from infer.private_files import locked, warn_if_shared, write_private
 
 
@@ -148,9 +149,9 @@ class Keys:
     def _read(self) -> None:
         try:
             status = os.stat(self._path)
-            entries = json.loads(self._path.read_text(encoding="utf-8-sig"))["keys"]
+            entries = parse_json(read_text(self._path, MAX_LIST_BYTES))["keys"]
             keys = [_read_key(entry) for entry in entries]
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, LoadError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             message = f"{self._path.name} is not a file of keys ({reason})"
             raise ConfigError("api_keys", f"{message}; make one with infer keys create") from None

@@ -15,7 +15,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 from infer.engine.client.async_llm import AsyncLLM
-from infer.errors import ConfigError, RequestError
+from infer.errors import ConfigError, LoadError, RequestError
+from infer.files import MAX_CONFIG_BYTES, read_text
 from infer.server.tenancy.keys import Key
 from infer.text.untrusted.workers import run_steps
 from infer.types import Request
@@ -30,11 +31,11 @@ class PublicPrefixes:
         self._beginnings: list[list[int]] = []
         try:
             texts = (
-                [path.read_text(encoding="utf-8-sig") for path in Path(folder).glob("*.txt")]
+                [read_text(path, MAX_CONFIG_BYTES) for path in Path(folder).glob("*.txt")]
                 if folder
                 else []
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LoadError) as error:
             raise ConfigError("public_prefixes", f"cannot be read ({error})") from None
         if folder and not texts:
             raise ConfigError("public_prefixes", f"there is no NAME.txt in {folder}")
