@@ -96,6 +96,7 @@ def test_the_bytes_of_blocks(tmp_path: Path) -> None:
     assert planned.block_forms == ["in the file's own Q2_K, Q6_K"]
 
 
+@pytest.mark.skipif(native_obstacle() is not None, reason=str(native_obstacle()))
 def test_what_is_rounded_is_said(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", "llama", make_model("llama", **WIDE), Q.IQ4_XS, Q.Q6_K)
     file = GGUFFile(tmp_path / "m.gguf")

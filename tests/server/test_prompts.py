@@ -13,6 +13,7 @@ from tests.support.demo_answers import (
     demo,
 )
 from tests.support.doubles import make_hash_llm
+from tests.support.isas import EXACT_DTYPE
 from tests.support.serving import BODIES, CHAT, COMPLETIONS, App, ask, check_refused, with_app
 
 TEXT = "Once upon a time there was a little girl named Lily."
@@ -20,7 +21,7 @@ TEXT = "Once upon a time there was a little girl named Lily."
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(max_seq_len=256) as llm:
+    with LLM(max_seq_len=256, dtype=EXACT_DTYPE) as llm:
         yield llm
 
 
@@ -40,7 +41,7 @@ def test_scores_of_a_prompt_are_those_of_its_generation(llm: LLM) -> None:
         assert [i for i, _ in one.top] == [i for i, _ in other.top]
     [again] = llm.generate(whole, looked)
     assert (again.prompt_logprobs, again.num_cached) == (first.prompt_logprobs, 0)
-    with LLM(max_seq_len=256, max_num_batched_tokens=7) as small:
+    with LLM(max_seq_len=256, max_num_batched_tokens=7, dtype=EXACT_DTYPE) as small:
         core, request = small.core, small.make_request(whole, looked)
         core.add(request)
         for _ in range(3):
