@@ -21,17 +21,23 @@ TEXT = "Once upon a time there was a little girl named Lily."
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
+    with LLM(max_seq_len=256) as llm:
+        yield llm
+
+
+@pytest.fixture
+def exact() -> Iterator[LLM]:
     with LLM(max_seq_len=256, dtype=EXACT_DTYPE) as llm:
         yield llm
 
 
-def test_scores_of_a_prompt_are_those_of_its_generation(llm: LLM) -> None:
+def test_scores_of_a_prompt_are_those_of_its_generation(exact: LLM) -> None:
     """Cold and warm, whole and in chunks, before and after a preemption."""
     greedy = SamplingParams(temperature=0, max_tokens=30, logprobs=3)
-    [made] = llm.generate(TEXT, greedy)
+    [made] = exact.generate(TEXT, greedy)
     whole = [*made.prompt_token_ids, *made.token_ids]
     looked = SamplingParams(max_tokens=1, prompt_logprobs=3)
-    [first] = llm.generate(whole, looked)
+    [first] = exact.generate(whole, looked)
     assert first.prompt_logprobs is not None
     assert len(first.prompt_logprobs) == len(whole) - 1
     own = first.prompt_logprobs[len(made.prompt_token_ids) - 1 :]
@@ -39,7 +45,7 @@ def test_scores_of_a_prompt_are_those_of_its_generation(llm: LLM) -> None:
     for one, other in zip(own, made.logprobs, strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert [i for i, _ in one.top] == [i for i, _ in other.top]
-    [again] = llm.generate(whole, looked)
+    [again] = exact.generate(whole, looked)
     assert (again.prompt_logprobs, again.num_cached) == (first.prompt_logprobs, 0)
     with LLM(max_seq_len=256, max_num_batched_tokens=7, dtype=EXACT_DTYPE) as small:
         core, request = small.core, small.make_request(whole, looked)
