@@ -19,6 +19,7 @@ from infer.text.answer_parser import parser_for
 from infer.text.chat_template import ChatTemplate
 from infer.text.tools.call import ToolCall
 from infer.text.tools.tool_use import find_tool_use
+from tests.support.bad_histories import BAD_HISTORIES, problem
 from tests.support.published_templates import LOADED, SPECIAL, templates
 from tests.support.role_orders import AGENTS, all_orders, chat_of, words_of
 from tests.support.tool_conversations import LOOPS, QUESTION, WEATHER
@@ -160,6 +161,21 @@ def test_no_order_of_roles_is_refused_or_loses_a_word() -> None:
     print(f"{num_chats} chats")
     assert not failed
     assert num_chats > 20_000
+
+
+def test_calls_and_results_that_do_not_belong_together() -> None:
+    failed = []
+    for name, shown in loadable():
+        for history, messages in BAD_HISTORIES.items():
+            for tools in (None, WEATHER):
+                try:
+                    text = shown.render(messages, shown.abilities.format, tools=tools)
+                except RequestError as error:
+                    failed.append((name, history, str(error)[:200]))
+                    continue
+                if (said := problem(text, messages)) is not None:
+                    failed.append((name, history, said))
+    assert not failed
 
 
 def test_a_further_turn_changes_nothing_before_it() -> None:

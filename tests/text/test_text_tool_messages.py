@@ -18,6 +18,7 @@ from infer.text.tools.formats import (
     PYTHONIC,
 )
 from infer.text.tools.tool_use import find_tool_use
+from tests.support.bad_histories import BAD_HISTORIES, problem
 from tests.support.tool_conversations import (
     END,
     HERMES_CALLS,
@@ -175,3 +176,20 @@ def test_arguments_may_be_text_or_an_object() -> None:
             one.render(each, tools=WEATHER, datetime="now") for each in (LOOPS["one turn"], other)
         ]
         assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("history", BAD_HISTORIES)
+@pytest.mark.parametrize("name", OWN)
+def test_calls_and_results_that_do_not_belong_together(name: str, history: str) -> None:
+    """Nothing is refused or lost, and a further turn changes nothing before it."""
+    found = template(OWN[name][0])
+    messages = BAD_HISTORIES[history]
+    for tools in (None, WEATHER):
+        prompt = found.render(messages, tools=tools)
+        assert problem(prompt, messages) is None, prompt
+    for i, message in enumerate(messages):
+        if message["role"] == "user" and i:
+            before = found.render(messages[:i], tools=WEATHER, add_generation_prompt=False)
+            words = [each["content"] for each in messages[:i] if each["content"]]
+            size = before.rindex(words[-1]) + len(words[-1])
+            assert prompt[:size] == before[:size]

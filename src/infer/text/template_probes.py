@@ -76,6 +76,8 @@ class CallStyle:
     """Whether a message may have only one call."""
     takes_broken: bool = False
     """Whether arguments that are not JSON can be shown, as the text that they are."""
+    takes_unanswered: bool = True
+    """Whether a user message may follow calls that have no results."""
 
 
 ABSENT = "\0absent"
@@ -104,6 +106,8 @@ class Abilities:
     """Form of a message's calls; None: the template renders no calls."""
     takes_results: bool
     """Whether the template renders messages with the role `tool`."""
+    takes_lone_results: bool
+    """Whether it renders them where no call is before them."""
     format: ToolFormat | None
     """Format in which the template renders calls; None: it renders none or in an unknown one."""
     thoughts: Thoughts | None = None
@@ -157,10 +161,28 @@ def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
         needs_list=bool(no_tools),
         calls=style,
         takes_results=takes_results,
+        takes_lone_results=takes_results and _takes_lone(probes, question, result, tools),
         format=way,
         thoughts=thoughts,
         thought_end=thought_end,
         no_text=_no_text(probes, question),
+    )
+
+
+def _takes_lone(probes: _Probes, question: Message, result: Message, tools: dict[str, Any]) -> bool:
+    """Whether a result is shown that no call is before, wherever it stands, also without an id."""
+    said: Message = {"role": "assistant", "content": _SAID}
+    bare: Message = {"role": "tool", "content": _RESULT}
+    chats = [
+        chat
+        for one in (result, bare)
+        for chat in ([question, one], [one, question], [question, said, one, question])
+    ]
+    return all(
+        probes.shown(chat, variables).count(message["content"]) == chat.count(message)
+        for chat in chats
+        for variables in ({}, tools)
+        for message in chat
     )
 
 
@@ -278,7 +300,7 @@ def _no_text(probes: _Probes, question: Message) -> str:
 def _refined(
     probes: _Probes, question: Message, tools: dict[str, Any], style: CallStyle
 ) -> CallStyle:
-    """The style with `takes_content` and `one_at_a_time` probed."""
+    """The style with the members that are probed apart from the others."""
     said = {**_message(style, _ID), "content": _SAID}
     text = _text_after(_QUESTION, probes.shown([question, said], tools))
     two = _message(style, _ID)
@@ -287,6 +309,8 @@ def _refined(
     broken = _message(style, _ID)
     broken["tool_calls"][0]["function"]["arguments"] = _BROKEN
     as_it_is = _text_after(_QUESTION, probes.shown([question, broken], tools))
+    further = [question, _message(style, _ID), {"role": "user", "content": _SAID}]
+    unanswered = _text_after(_QUESTION, probes.shown(further, tools))
     return CallStyle(
         style.content,
         takes_content=_VALUE in text,
@@ -294,6 +318,7 @@ def _refined(
         ids=style.ids,
         one_at_a_time=both.count(_VALUE) < 2,
         takes_broken=_BROKEN in as_it_is,
+        takes_unanswered=_VALUE in unanswered and _SAID in unanswered,
     )
 
 

@@ -25,6 +25,7 @@ MAX_ARGUMENTS_DEPTH = 64
 """Maximum nesting of a call's arguments that a template gets as an object; deeper ones are text."""
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_NO_RESULT = "There is no result."
 _EXAMPLE = ToolCall("NAME", '{"ARGUMENT": "VALUE"}')
 _INSTRUCTION = """\
 You can call these functions, each described by a JSON object:
@@ -49,17 +50,19 @@ def adapted(
     values and are not changed.
     """
     way = way or GENERIC
-    takes_broken = abilities.calls is not None and abilities.calls.takes_broken
-    turns = [_with_text(turn, abilities.no_text) for turn in _with_names(messages)]
+    style = abilities.calls
+    fills = abilities.takes_results and style is not None and not style.takes_unanswered
+    turns = _paired(_with_names(messages), fills=fills, takes_lone=abilities.takes_lone_results)
+    turns = [_with_text(turn, abilities.no_text) for turn in turns]
+    takes_broken = style is not None and style.takes_broken
     turns = [_with_readable_calls(turn, takes_broken=takes_broken) for turn in turns]
-    if abilities.calls is None:
+    if style is None:
         turns = [_with_written_calls(turn, way) for turn in turns]
     else:
-        style = abilities.calls
         turns = _with_named_ids(turns) if style.ids == "named" else turns
         turns = _one_at_a_time(turns) if style.one_at_a_time else turns
         turns = [each for turn in turns for each in _in_style(turn, style)]
-    if not abilities.takes_results and any(map(_calls_of, messages)):
+    if not abilities.takes_results:
         turns = _results_of_the_user(turns)
     turns = rows_joined(turns, abilities.order)
     # An empty list means no tools in the API; templates test for `none`.
@@ -110,6 +113,60 @@ def _with_names(messages: Sequence[Message]) -> list[Message]:
             message = message if name is None else {**message, "name": name}
         turns.append(message)
     return turns
+
+
+def _paired(turns: Sequence[Message], *, fills: bool, takes_lone: bool) -> list[Message]:
+    """The messages, in which each result stands behind its call; clients cut the beginning off a
+    chat, make ids anew, or lose a result. A result without a call is text of the user, unless
+    `takes_lone`. With `fills` a call without a result gets one that says so."""
+    made: list[Message] = []
+    at = 0
+    while at < len(turns):
+        turn = turns[at]
+        at += 1
+        is_lone = turn.get("role") == "tool" and not takes_lone
+        made.append(_of_the_user(turn) if is_lone else turn)
+        calls = list(_calls_of(turn))
+        while calls and at < len(turns) and (more := _calls_of(turns[at])):
+            calls += more
+            made.append(turns[at])
+            at += 1
+        results = []
+        while calls and at < len(turns) and turns[at].get("role") == "tool":
+            results.append(turns[at])
+            at += 1
+        own, others, lost = _results_of(calls, results)
+        made += [*own, *(lost if fills and at < len(turns) else ())]
+        made += others if takes_lone else map(_of_the_user, others)
+    return made
+
+
+def _results_of(
+    calls: Sequence[Message], results: Sequence[Message]
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """(results of the calls, other results, results in place of those that there are not).
+
+    A result with an unknown id is that of a call of its name, or of the first one, that has no
+    other; it gets the call's id."""
+    names = {str(call["id"]): call["function"].get("name") for call in calls}
+    given = [str(result.get("tool_call_id")) for result in results]
+    free = [call_id for call_id in names if call_id not in given]
+    own, others = list[Message](), list[Message]()
+    for result, call_id in zip(results, given, strict=True):
+        if call_id not in names and free:
+            call_id = next((i for i in free if names[i] == result.get("name")), free[0])
+            free.remove(call_id)
+            result = {**result, "tool_call_id": call_id, "name": names[call_id]}
+        (own if call_id in names else others).append(result)
+    none = {"role": "tool", "content": _NO_RESULT}
+    return own, others, [{**none, "tool_call_id": i, "name": names[i]} for i in free]
+
+
+def _of_the_user(result: Message) -> Message:
+    """A result as text of a user message."""
+    content = result.get("content")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    return {"role": "user", "content": f"<tool_response>\n{text}\n</tool_response>"}
 
 
 def _with_named_ids(turns: Sequence[Message]) -> list[Message]:
@@ -285,11 +342,8 @@ def _results_of_the_user(turns: Sequence[Message]) -> list[Message]:
     made: list[Message] = []
     for turn in turns:
         is_result = turn.get("role") == "tool"
+        turn = _of_the_user(turn) if is_result else turn
         content = turn.get("content")
-        if is_result:
-            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-            content = f"<tool_response>\n{text}\n</tool_response>"
-            turn = {"role": "user", "content": content}
         before = made[-1].get("content") if made and made[-1].get("role") == "user" else None
         joins = turn.get("role") == "user" and isinstance(before, str) and isinstance(content, str)
         if joins and (is_result or _is_result(made[-1])):
