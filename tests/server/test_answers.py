@@ -223,7 +223,7 @@ def test_messages_become_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_template_that_refuses_is_the_callers_fault() -> None:
-    messages = [{"role": "tool", "content": "x"}]  # the template has no role of tools
+    messages = [{"role": "user", "name": "nobody", "content": "x"}]
     reply = ask(make_hash_llm(), CHAT, chat_body(messages=messages))
     assert reply.status == 400
     assert reply.error()["param"] == "messages"

@@ -305,6 +305,8 @@ CONVERSATION_ROWS: list[tuple[dict[str, Any], int, str | None, str | None, str]]
     ({"tool_choice": "must"}, 400, "tool_choice", None, "'required'"),
     ({"chat_template": "x"}, 400, "chat_template", "unsupported_parameter", "null"),
 ]
+NOBODY = {"role": "user", "name": "nobody", "content": "x"}
+"""a message that the tests' template refuses"""
 TEMPLATE_ROWS: list[tuple[dict[str, Any], int, str | None, str | None, str]] = [
     (
         {"add_generation_prompt": True, "continue_final_message": True},
@@ -323,7 +325,7 @@ TEMPLATE_ROWS: list[tuple[dict[str, Any], int, str | None, str | None, str]] = [
         ({"chat_template_kwargs": {name: 1}}, 400, "chat_template_kwargs", None, name)
         for name in ("self", "messages", "tools", "add_generation_prompt", "range", "_x")
     ),
-    ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", None, "unknown role"),
+    ({"messages": [NOBODY]}, 400, "messages", None, "unknown name"),
     ({"model": "gpt-4"}, 404, "model", "model_not_found", "hash-model"),
     ({"model": 5}, 400, "model", "invalid_type", "string"),
     ({"temprature": 1}, 422, "temprature", "unknown_parameter", "there is no field"),

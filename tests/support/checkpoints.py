@@ -26,6 +26,7 @@ CHAT_TEMPLATE = (
     "{% if message.role not in ['system', 'user', 'assistant'] %}"
     "{{ raise_exception('unknown role ' ~ message.role) }}"
     "{% endif %}"
+    "{% if message.name == 'nobody' %}{{ raise_exception('unknown name') }}{% endif %}"
     "{{ '<|' ~ message.role ~ '|>\n' ~ message.content ~ '<|end|>\n' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
