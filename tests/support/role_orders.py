@@ -22,12 +22,9 @@ AGENTS = {
 
 
 def all_orders(longest: int) -> Iterator[str]:
-    """All orders up to a length in which the first message beside the system's is the user's."""
+    """All orders up to a length."""
     for size in range(1, longest + 1):
-        for letters in itertools.product("SUAC", repeat=size):
-            order = "".join(letters)
-            if order.lstrip("S").startswith("U"):
-                yield order
+        yield from map("".join, itertools.product("SUAC", repeat=size))
 
 
 def chat_of(order: str, *, thinks: bool = False) -> list[dict[str, Any]]:

@@ -325,3 +325,13 @@ def test_a_reminder_behind_a_result_takes_no_reasoning_away() -> None:
     assert "(why-1)" in text
     assert "1-R\n\n<system-reminder>\n2-S\n</system-reminder><assistant>" in text
     assert "(why-1)" not in shown.render(chat_of("UCU", thinks=True), tools=WEATHER)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_list_without_parts_is_an_empty_text(name: str) -> None:
+    shown = template(OWN[name][0])
+    chats = [
+        [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes."}, QUESTION]
+        for content in ([], "")
+    ]
+    assert shown.render(chats[0]) == shown.render(chats[1])

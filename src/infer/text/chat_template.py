@@ -193,7 +193,9 @@ class ChatTemplate:
                 turn = {"thinking": turn[name], **turn, "reasoning_content": turn[name]}
                 break
         content = turn.get("content")
-        if isinstance(content, list) and not self.abilities.takes_parts:
+        if content == []:
+            turn["content"] = ""
+        elif isinstance(content, list) and not self.abilities.takes_parts:
             only_text = all(_kind_of(part) == "text" for part in content)
             # A tool's result may be a list of anything, which templates render as JSON.
             if only_text or turn["role"] not in ("tool", "ipython"):

@@ -29,6 +29,7 @@ _LATE_IN_CALLS = ("SUSC", "SUCSAU", "SUSCSAU")
 _USERS = ("UU", "SUU", "UUAU", "SUAUU", "UAUUAU")
 _ANSWERS = ("UAA", "UAAU", "SUAAAU")
 _ANSWERS_AND_CALLS = ("UAC", "UACU")
+_ANSWER_FIRST, _ANSWER_BEHIND_SYSTEM = ("A", "AU", "AUAU"), ("SA", "SAU")
 _USER_AFTER_RESULTS = ("UCU", "UCUAU", "UCCUAU")
 
 
@@ -49,6 +50,10 @@ class RoleOrder:
     """Whether it renders each of several messages of the assistant in a row."""
     takes_user_after_results: bool
     """Whether it renders a user message behind the results of calls."""
+    takes_answer_first: bool
+    """Whether it renders a chat that begins with an answer."""
+    takes_system_alone: bool
+    """Whether it renders a system message that is the only message."""
     forgets_thoughts: bool
     """Whether a user message takes the reasoning out of the calls before it."""
 
@@ -95,6 +100,10 @@ class OrderProbes:
             ),
             takes_user_after_results=self._loop is not None
             and all(map(self._shows, _USER_AFTER_RESULTS)),
+            takes_answer_first=all(
+                map(self._shows, _ANSWER_FIRST + (_ANSWER_BEHIND_SYSTEM if takes_system else ()))
+            ),
+            takes_system_alone=takes_system and self._shows("S"),
             forgets_thoughts=self._forgets_thoughts(),
         )
 
@@ -170,7 +179,8 @@ def in_order(messages: Sequence[Message], order: RoleOrder) -> list[Message]:
     Several system messages at the beginning become one, with a blank line between their texts, or
     text of the user. A later one becomes a user message in `<system-reminder>` marks, or the end of
     the result before it, where a user message would take reasoning out of the prompt. Answers in a
-    row become one. Messages are not changed in place.
+    row become one. A chat without a message of the user at its beginning, as clients that cut it
+    send, gets one without text where the template wants one. Messages are not changed in place.
     """
     leading = list(takewhile(lambda one: one.get("role") == "system", messages))
     made = list[Message]()
@@ -185,7 +195,13 @@ def in_order(messages: Sequence[Message], order: RoleOrder) -> list[Message]:
         first = {name: value for one in reversed(leading) for name, value in one.items()}
         is_one = len(leading) == 1 and order.takes_several_systems
         made = leading if is_one else [{**first, "content": _joined(contents)}]
-    for turn in messages[len(leading) :]:
+    rest = messages[len(leading) :]
+    begins = order.takes_system_alone
+    if rest:
+        begins = order.takes_answer_first or rest[0].get("role") != "assistant"
+    if not begins and (not made or made[-1].get("role") == "system"):
+        rest = [{"role": "user", "content": ""}, *rest]
+    for turn in rest:
         role, before = turn.get("role"), made[-1].get("role") if made else None
         if role == "system" and not order.takes_late_systems:
             reminder = _reminder(turn.get("content"))

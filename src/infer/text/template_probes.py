@@ -149,12 +149,14 @@ def find_abilities(render: Render, variables: Collection[str]) -> Abilities:
         (no_tools, tools),
         loop if style and takes_results else None,
         in_parts=wants_parts,
-    )
+    ).find()
+    if style and _VALUE not in probes.shown([*made, result], tools):  # Llama 3.1's
+        order = replace(order, takes_answer_first=False)
     thoughts, thought_end = _thoughts(probes, question, style, tools)
     return Abilities(
         takes_parts=takes_parts,
         wants_parts=wants_parts,
-        order=order.find(),
+        order=order,
         tools_variable=name,
         tools_are_text=is_text,
         fills_tools=fills,
