@@ -193,12 +193,13 @@ class ChatTemplate:
                 turn = {"thinking": turn[name], **turn, "reasoning_content": turn[name]}
                 break
         content = turn.get("content")
-        if content == []:
+        is_result = turn["role"] in ("tool", "ipython")
+        if content == [] and not is_result:
             turn["content"] = ""
         elif isinstance(content, list) and not self.abilities.takes_parts:
             only_text = all(_kind_of(part) == "text" for part in content)
             # A tool's result may be a list of anything, which templates render as JSON.
-            if only_text or turn["role"] not in ("tool", "ipython"):
+            if only_text or not is_result:
                 turn["content"] = "\n".join(_text_of(part, where) for part in content)
         return turn
 
