@@ -49,7 +49,7 @@ def test_documents_tools_and_absent_entries() -> None:
 
 
 def test_reasoning_of_earlier_turns_under_both_names() -> None:
-    source = "{{ messages[0].reasoning_content }}|{{ messages[0].thinking }}"
+    source = "{{ messages[-1].reasoning_content }}|{{ messages[-1].thinking }}"
     assert render(source, [{"role": "assistant", "reasoning": "why"}]) == "why|why"
 
 
