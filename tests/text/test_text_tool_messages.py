@@ -7,6 +7,7 @@ tested in `test_text_published_templates.py`.
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from typing import Any
 
@@ -178,6 +179,10 @@ def test_arguments_may_be_text_or_an_object() -> None:
         assert shown[0] == shown[1]
 
 
+def without_time(prompt: str) -> str:
+    return re.sub(r"\d\d:\d\d:\d\d", "", prompt)  # one template says what time it is
+
+
 @pytest.mark.parametrize("history", BAD_HISTORIES)
 @pytest.mark.parametrize("name", OWN)
 def test_calls_and_results_that_do_not_belong_together(name: str, history: str) -> None:
@@ -185,11 +190,12 @@ def test_calls_and_results_that_do_not_belong_together(name: str, history: str) 
     found = template(OWN[name][0])
     messages = BAD_HISTORIES[history]
     for tools in (None, WEATHER):
-        prompt = found.render(messages, tools=tools)
+        prompt = without_time(found.render(messages, tools=tools))
         assert problem(prompt, messages) is None, prompt
     for i, message in enumerate(messages):
         if message["role"] == "user" and i:
-            before = found.render(messages[:i], tools=WEATHER, add_generation_prompt=False)
+            shorter = found.render(messages[:i], tools=WEATHER, add_generation_prompt=False)
+            before = without_time(shorter)
             words = [each["content"] for each in messages[:i] if each["content"]]
             size = before.rindex(words[-1]) + len(words[-1])
             assert prompt[:size] == before[:size]
