@@ -330,8 +330,9 @@ def test_a_reminder_behind_a_result_takes_no_reasoning_away() -> None:
 @pytest.mark.parametrize("name", OWN)
 def test_a_list_without_parts_is_an_empty_text(name: str) -> None:
     shown = template(OWN[name][0])
-    chats = [
+    contents: tuple[Any, ...] = ([], "")
+    one, other = (
         [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes."}, QUESTION]
-        for content in ([], "")
-    ]
-    assert shown.render(chats[0]) == shown.render(chats[1])
+        for content in contents
+    )
+    assert shown.render(one) == shown.render(other)
