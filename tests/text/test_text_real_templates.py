@@ -240,10 +240,25 @@ def test_thoughts_are_shown_behind_the_last_question_only(pairs: dict[str, Pair]
     [
         ("gemma3", [assistant("I first")], {}),
         ("gemma3", [SYSTEM, assistant("I first")], {}),
-        ("gemma3", [user(5)], {}),
         ("llama32", [SYSTEM], {"tools": TOOLS}),
     ],
 )
+def test_a_beginning_that_a_template_refuses_is_rendered(
+    pairs: dict[str, Pair], name: str, messages: Messages, options: dict[str, Any]
+) -> None:
+    """As it renders the chat with an empty question."""
+    pair = pairs[name]
+    with pytest.raises(Exception) as theirs:  # noqa: PT011
+        pair.theirs.apply_chat_template(messages, **DATE, **options)
+    assert type(theirs.value).__name__ == "TemplateError"
+    place = messages.index(SYSTEM) + 1 if SYSTEM in messages else 0
+    whole = [*messages[:place], user(""), *messages[place:]]
+    text, _ = pair.ours.apply_chat_template(messages, **DATE, **options)
+    wanted = pair.theirs.apply_chat_template(whole, tokenize=False, **DATE, **options)
+    assert text.startswith(wanted)
+
+
+@pytest.mark.parametrize(("name", "messages", "options"), [("gemma3", [user(5)], {})])
 def test_what_a_template_refuses(
     pairs: dict[str, Pair], name: str, messages: Messages, options: dict[str, Any]
 ) -> None:
