@@ -45,6 +45,7 @@ from tests.support.fleet_replicas import EngineDies
 from tests.support.linked_engines import LinkedEngine, remote
 from tests.support.published_templates import templates
 from tests.support.server_process import served
+from tests.support.text_checkpoints import save
 
 ROOT = Path(__file__).parent.parent.parent
 WINDOW = 600_000
@@ -317,17 +318,9 @@ def random_server(folder: Path, window: int) -> Iterator[str]:
         show_progress=False,
     )
     vocabulary.train([str(file) for file in sorted((ROOT / "docs").glob("*.md"))], trainer)
-    vocabulary.save(str(folder / "tokenizer.json"))
-    ends = [1, 2, *range(1000, 1000 + VOCABULARY // 100)]
-    files = {
-        "tokenizer_config.json": {
-            "eos_token": "<|im_end|>",
-            "chat_template": templates()[TEMPLATE],
-        },
-        "generation_config.json": {"eos_token_id": ends},
-    }
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content), encoding="utf-8")
+    save(folder, vocabulary, templates()[TEMPLATE], bos_token=None, eos_token="<|im_end|>")
+    ends = {"eos_token_id": [1, 2, *range(1000, 1000 + VOCABULARY // 100)]}
+    (folder / "generation_config.json").write_text(json.dumps(ends), encoding="utf-8")
     command = ["-m", "infer", "serve", str(folder), "--port", "0", "--max-seq-len", str(window)]
     with served([*command, "--sessions", "off"], folder / "log") as server:
         yield server.url

@@ -196,10 +196,10 @@ def in_order(messages: Sequence[Message], order: RoleOrder) -> list[Message]:
         is_one = len(leading) == 1 and order.takes_several_systems
         made = leading if is_one else [{**first, "content": _joined(contents)}]
     rest = messages[len(leading) :]
-    begins = order.takes_system_alone
-    if rest:
-        begins = order.takes_answer_first or rest[0].get("role") != "assistant"
-    if not begins and (not made or made[-1].get("role") == "system"):
+    lacks_user = (not rest or rest[0].get("role") == "assistant") and (
+        not made or made[-1].get("role") == "system"
+    )
+    if lacks_user and not (order.takes_answer_first if rest else order.takes_system_alone):
         rest = [{"role": "user", "content": ""}, *rest]
     for turn in rest:
         role, before = turn.get("role"), made[-1].get("role") if made else None

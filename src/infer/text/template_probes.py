@@ -180,10 +180,10 @@ def _takes_lone(probes: _Probes, question: Message, result: Message, tools: dict
         for one in (result, bare)
         for chat in ([question, one], [one, question], [question, said, one, question])
     ]
+    shown = ((chat, probes.shown(chat, used)) for chat in chats for used in ({}, tools))
     return all(
-        probes.shown(chat, variables).count(message["content"]) == chat.count(message)
-        for chat in chats
-        for variables in ({}, tools)
+        prompt.count(message["content"]) == chat.count(message)
+        for chat, prompt in shown
         for message in chat
     )
 

@@ -127,12 +127,14 @@ def _paired(turns: Sequence[Message], *, fills: bool, takes_lone: bool) -> list[
         is_lone = turn.get("role") == "tool" and not takes_lone
         made.append(_of_the_user(turn) if is_lone else turn)
         calls = list(_calls_of(turn))
-        while calls and at < len(turns) and (more := _calls_of(turns[at])):
+        if not calls:
+            continue
+        while at < len(turns) and (more := _calls_of(turns[at])):
             calls += more
             made.append(turns[at])
             at += 1
         results = []
-        while calls and at < len(turns) and turns[at].get("role") == "tool":
+        while at < len(turns) and turns[at].get("role") == "tool":
             results.append(turns[at])
             at += 1
         own, others, lost = _results_of(calls, results)
