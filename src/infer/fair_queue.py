@@ -2,7 +2,8 @@
 
 The first waiting item of each owner starts in turn, and one owner never has all places. So an owner
 with many items waits only for its own. It is a plain data structure without threads or locks;
-`server.http.fair_threads` and `text.untrusted.workers` use it.
+`server.http.fair_threads`, `server.comparisons`, `text.untrusted.workers` and
+`runner.compiling_threads` use it.
 """
 
 from __future__ import annotations

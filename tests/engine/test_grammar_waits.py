@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from infer import LLM, Grammar, SamplingParams
 from infer.runner import grammar_masks
-from infer.text.grammars.compiler import CompiledGrammars, Compiler, Constraint
+from infer.text.grammars.compiler import CACHE_BYTES, CompiledGrammars, Compiler, Constraint
 
 SLOW = Grammar.regex("[a-z]{4,12}( [a-z]{2,9}){2}")
 QUICK = Grammar.choice(["yes", "no"])
@@ -125,6 +126,76 @@ def test_everybody_late_is_no_loss(llm: LLM, monkeypatch: pytest.MonkeyPatch) ->
     assert found["a"][0][0] >= 5
 
 
+def test_a_tenants_grammars_keep_no_other_tenant_waiting(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are compiled one by one in one thread, and those of others in another."""
+    real, may_end, compiled = Compiler.constraint, threading.Event(), []
+
+    def slowly(self: Compiler, grammar: Grammar, num_bytes: int = 0) -> Constraint:
+        compiled.append(grammar)
+        if grammar != QUICK:
+            assert may_end.wait(60)
+        return real(self, grammar, num_bytes)
+
+    monkeypatch.setattr(Compiler, "constraint", slowly)
+    slow = {f"a{i}": Grammar.choice([f"x{i}", "y"]) for i in range(4)}
+    for name, grammar in [*slow.items(), ("b", QUICK)]:
+        request = llm.make_request("Once", sampling(grammar, 2), request_id=name)
+        llm.core.add(dataclasses.replace(request, tenant=name[0]))
+    ended: list[str] = []
+    while llm.core.has_work:
+        for output in llm.core.step():
+            assert output.error is None, output
+            ended += [output.request_id] * (output.finish_reason is not None)
+        if ended == ["b"]:
+            assert compiled == [slow["a0"], QUICK]
+            may_end.set()
+    assert ended[0] == "b"
+    assert set(ended) == {*slow, "b"}
+
+
+def test_a_grammar_is_freed_in_the_thread_that_has_compiled_it(monkeypatch: Any) -> None:
+    """In another thread its many parts would be freed one by one beside the next compilation."""
+    freed: list[int] = []
+    compiled_in: list[int] = []
+
+    class Matcher:
+        def __init__(self) -> None:
+            compiled_in.append(threading.get_ident())
+
+        def deep_copy(self) -> Any:
+            return self
+
+        def compute_bitmask(self) -> bytes:
+            return b"\xff" * 4096
+
+        def is_error(self) -> bool:
+            return False
+
+        def consume_token(self, token: int) -> bool:
+            return True
+
+        def is_stopped(self) -> bool:
+            return True
+
+        def __del__(self) -> None:
+            freed.append(threading.get_ident())
+
+    monkeypatch.setattr(Compiler, "_compile", lambda self, grammar: Matcher())
+    with LLM(max_seq_len=256) as llm:
+        for i in range(6):
+            request = llm.make_request("Once", sampling(Grammar.choice([f"{i}"])))
+            llm.core.add(dataclasses.replace(request, grammar_bytes=CACHE_BYTES // 2))
+            del request
+            while llm.core.has_work:
+                llm.core.step()
+        steps_of(llm, {"free": None})
+        while len(freed) < 4:  # two are kept
+            time.sleep(0.001)
+        assert freed == compiled_in[:4]
+
+
 def test_compiled_grammars_are_kept_by_their_bytes() -> None:
     made: list[Grammar] = []
 
@@ -137,19 +208,19 @@ def test_compiled_grammars_are_kept_by_their_bytes() -> None:
     kept = CompiledGrammars(compile_one, 1 << 20)
     each = [Grammar.regex(f"{i}") for i in range(6)]
     for grammar in each[:4]:
-        kept.matcher(grammar, 1 << 18)
-    kept.matcher(each[0], 1 << 18)
+        kept.compiled(grammar, 1 << 18)
+    kept.compiled(each[0], 1 << 18)
     assert (len(kept), kept.num_bytes, len(made)) == (4, 1 << 20, 4)
-    kept.matcher(each[4], 1 << 18)
-    kept.matcher(each[0], 1 << 18)  # used recently, so the second one was evicted
+    kept.compiled(each[4], 1 << 18)
+    kept.compiled(each[0], 1 << 18)  # used recently, so the second one was evicted
     assert made == each[:5]
-    kept.matcher(each[1], 1 << 18)
+    kept.compiled(each[1], 1 << 18)
     assert made == [*each[:5], each[1]]
     for _ in range(2):
         with pytest.raises(ValueError, match="on purpose"):
-            kept.matcher(Grammar.regex("bad"), 1 << 18)
+            kept.compiled(Grammar.regex("bad"), 1 << 18)
     assert len(made) == 8  # a failure is not kept
-    kept.matcher(each[5], 2 << 20)  # larger than the whole cache
+    kept.compiled(each[5], 2 << 20)  # larger than the whole cache
     assert (len(kept), kept.num_bytes) == (0, 0)
 
 

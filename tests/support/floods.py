@@ -12,7 +12,7 @@ import itertools
 import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,12 @@ from infer.server.sessions.database_threads import DatabaseThreads
 from infer.server.tenancy.front_limits import FrontLimits
 from infer.server.tenancy.keys import Key, KeyLimits
 from infer.server.tenancy.limits import Tenant
+from infer.server.tenancy.open_grammars import OpenGrammars
 from infer.server.viewers import EngineViewers
 from infer.text.untrusted.workers import Answer, Steps, UntrustedWorkers
+from infer.types import Request as EngineRequest
+from infer.types.grammar import Grammar
+from infer.types.sampling import Sampling
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 from tests.support.doubles import held_runner, make_hash_llm
 from tests.support.mcp_servers import Asked, Said, result, scripted_mcp, text
@@ -255,6 +259,25 @@ async def seats_and_pages(folder: Path) -> AsyncIterator[Flood]:
 
 
 @asynccontextmanager
+async def grammars_in_use(_: Path) -> AsyncIterator[Flood]:
+    """Each request has a grammar of its own that takes 32 MiB when it is compiled."""
+    grammars, opened, numbers = OpenGrammars(SERVER_LIMITS), asyncio.Event(), itertools.count()
+
+    async def use(key: str) -> None:
+        sampling = Sampling(grammar=Grammar.regex(f"{next(numbers)}"))
+        request = EngineRequest(
+            "id", (1,), sampling, seed=1, max_tokens=1, grammar_bytes=(32 << 20) + 5
+        )
+        with ExitStack() as cleanup:
+            grammars.enter(key, [request, request], cleanup)
+            if is_flooder(key):
+                await opened.wait()
+
+    most = SERVER_LIMITS.max_grammar_mib_of_key // 32
+    yield Flood(lambda key: status_of(use(key)), 10, most, opened.set, num_keys=4)
+
+
+@asynccontextmanager
 async def database(_: Path) -> AsyncIterator[Flood]:
     threads, opened = DatabaseThreads(), threading.Event()
 
@@ -408,6 +431,7 @@ FLOODS: Mapping[str, Callable[[Path], AbstractAsyncContextManager[Flood]]] = {
     "processes for untrusted text": untrusted_text,
     "places in the queue of an engine": queue_of_engine,
     "seats and pages of an engine": seats_and_pages,
+    "memory of compiled grammars": grammars_in_use,
     "threads of the sessions' database": database,
     "stored sessions": stored_sessions,
     "viewers of an engine": viewers,

@@ -177,6 +177,17 @@ LIMITED = (
         why="Who has had the fewest tokens is next; who has the most gives up seats and pages.",
     ),
     SharedResource(
+        name="memory of compiled grammars",
+        made_at=(
+            *_at("server/tenancy/open_grammars.py", "OpenGrammars._mib:KeyPlaces"),
+            *_at("server/app.py", "create_app.pipeline:OpenGrammars"),
+        ),
+        refused_at=_at("server/tenancy/open_grammars.py", "OpenGrammars.enter:OverloadedError"),
+        limits=(_server_limit("max_grammar_mib_of_key", 128),),
+        status=429,
+        why="Each key always gets one; a grammar takes at most 96 MiB, most take less than 1.",
+    ),
+    SharedResource(
         name="threads of the sessions' database",
         made_at=(
             *_at("server/sessions/routes.py", "SessionRoutes._threads:DatabaseThreads"),
@@ -319,9 +330,15 @@ UNLIMITED = (
                 "GrammarChecker._verdicts:OrderedDict",
             ),
             *_at(
+                "runner/compiling_threads.py",
+                "CompilingThreads._lock:Lock",
+                "CompilingThreads._queue:FairQueue",
+            ),
+            *_at(
                 "text/grammars/compiler.py",
                 "CompiledGrammars._kept:OrderedDict",
                 "Compiler.__init__.cache:CompiledGrammars",
+                "CompiledGrammars._changed:Condition",
                 "compiling_thread.thread:ThreadPoolExecutor",
             ),
             *_at("text/untrusted/grammar_verdicts.py", "prepare.compiler:Compiler"),

@@ -1,30 +1,30 @@
 """`Restrictions`: which tokens a grammar allows next, for the sequences of a step that have one.
 
-Two threads work while the model computes, since llguidance releases the interpreter lock. One
-compiles grammars and the other makes masks. A step waits for masks only briefly. If a mask takes
-longer, its sequence skips steps until the mask is complete. While a sequence's masks are slow, the
-compiling thread makes them. The allowed tokens depend only on the sequence's own tokens. So they
-are the same after preemption, in any batch, in a repeated step, and in another engine that
-continues the request. The runners use this module.
+Threads work while the model computes, since llguidance releases the interpreter lock: those that
+compile grammars (`runner.compiling_threads`), and one that makes masks. A step waits for masks only
+briefly. If a mask takes longer, its sequence skips steps until the mask is complete. While a
+sequence's masks are slow, the compiling threads make them. The allowed tokens depend only on the
+sequence's own tokens. So they are the same after preemption, in any batch, in a repeated step, and
+in another engine that continues the request. The runners use this module.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, replace
+from functools import partial
+from weakref import ref as weakref
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from infer.runner.compiling_threads import CompilingThreads
 from infer.schedule.sequence import Plan, Sampled, Sequence
 from infer.text.grammars.compiler import Compiler, Constraint, compiling_thread
 from infer.text.grammars.grammar_thoughts import BehindThoughts
@@ -44,7 +44,6 @@ OTHERS_S = 0.003
 
 A step waits once for a mask; the steps that begin while it is still being made do not wait.
 """
-_NICE = 5
 _Mask = Tensor | None
 
 
@@ -61,6 +60,13 @@ class _GrammarState:
 
     It stays valid because the sequence's tokens have not changed.
     """
+
+    @property
+    def thread(self) -> int:
+        """The thread that has compiled the grammar, if there is one."""
+        if not self.constraint.done() or self.constraint.exception() is not None:
+            return 0
+        return self.constraint.result().thread
 
     @property
     def is_quick(self) -> bool:
@@ -114,17 +120,35 @@ class Restrictions:
     """The token masks of all sequences that have a grammar. See the module's docstring."""
 
     def __init__(self, compiler: Callable[[], Compiler]) -> None:
-        """`compiler` makes the compiler; it is called at once in the compiling thread.
+        """`compiler` makes the compiler; it is called at once in a compiling thread.
 
         For a large vocabulary that takes about a second.
         """
-        self._compiling = compiling_thread("infer-grammar")
-        self._compiling.submit(_lower_priority)
+        self._compiling = CompilingThreads()
+        self._compiler = self._compiling.submit("", partial(self._made, compiler))
         self._masking = compiling_thread("infer-masks")
-        self._compiler = self._compiling.submit(compiler)
+        self._used: list[tuple[weakref[Sequence], _GrammarState]] = []
+
+    def _made(self, make: Callable[[], Compiler]) -> Compiler:
+        compiler = make()
+        compiler.cache.free = self._compiling.free
+        return compiler
+
+    def _free_unused(self) -> None:
+        """Free the grammars of sequences that have ended."""
+        if not any(sequence() is None for sequence, _ in self._used):
+            return
+        used, self._used = self._used, []
+        while used:
+            sequence, state = used.pop()
+            if sequence() is not None:
+                self._used.append((sequence, state))
+            else:
+                self._compiling.free(state.thread, [state])
 
     def begin(self, plan: Plan) -> Masks | None:
         """Start making the masks of a step; None if no sequence of the step has a grammar."""
+        self._free_unused()
         chunks = [chunk for chunk in plan if chunk.sequence.request.is_restricted]
         if not chunks:
             return None
@@ -147,8 +171,10 @@ class Restrictions:
     def _state_of(self, sequence: Sequence) -> _GrammarState:
         state = sequence.constraint
         if not isinstance(state, _GrammarState):
-            compiled = self._compiling.submit(self._compile, sequence.request)
+            request = sequence.request
+            compiled = self._compiling.submit(request.tenant, partial(self._compile, request))
             sequence.constraint = state = _GrammarState(compiled)
+            self._used.append((weakref(sequence), state))
         return state
 
     def _compile(self, request: Request) -> Constraint:
@@ -186,8 +212,10 @@ class Restrictions:
     ) -> Future[_Mask]:
         # A copy: the sequence's own list may grow while the mask is being made.
         tokens = sequence.tokens[sequence.num_prompt :]
-        thread = self._masking if state.is_quick else self._compiling
-        return thread.submit(self._mask, sequence.request_id, state, tokens, proposed)
+        make = partial(self._mask, sequence.request_id, state, tokens, proposed)
+        if state.is_quick:
+            return self._masking.submit(make)
+        return self._compiling.submit(sequence.request.tenant, make)
 
     @staticmethod
     def _mask(
@@ -262,9 +290,3 @@ def _taken(constraint: Constraint, result: Sampled, num_masks: int) -> Sampled:
     if len(kept) == 1 and not result.following:
         return kept[0]
     return replace(kept[0], following=tuple(kept[1:]))
-
-
-def _lower_priority() -> None:
-    """Lower this thread's priority, so that compiling does not delay steps."""
-    with contextlib.suppress(OSError, AttributeError):
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -46,7 +46,7 @@ class TenantShare:
     """number of the tenant's unfinished requests"""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
     """The state of one unfinished request."""
 

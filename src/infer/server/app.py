@@ -41,6 +41,7 @@ from infer.server.sessions.stored_responses import StoredResponses
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import Keys
 from infer.server.tenancy.limits import AuthMiddleware
+from infer.server.tenancy.open_grammars import OpenGrammars
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
 from infer.server.ui.page import Page, PageLayer
 from infer.server.viewers import EngineViewers
@@ -108,8 +109,8 @@ def create_app(
     prefixes = PublicPrefixes(settings.public_prefixes, engine)
     responses = StoredResponses(sessions, offload)
     mcp = McpEndpoints(offload, bodies, settings)
-    shared = (engine, offload, bodies, traces, prefixes, sessions, responses, kept, settings)
-    pipeline = GenerationPipeline(*shared)
+    shared = (engine, offload, bodies, traces, prefixes, sessions, responses, kept)
+    pipeline = GenerationPipeline(*shared, OpenGrammars(settings.limits), settings)
     views = OneServer(served) if fronts is None else FrontQueries(served, fronts)
 
     @asynccontextmanager

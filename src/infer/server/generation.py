@@ -35,6 +35,7 @@ from infer.server.sessions.routes import SessionRoutes, SessionTurn
 from infer.server.sessions.stored_responses import ResponseTurn, StoredResponses
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.limits import Grant, revoked, tenant_of
+from infer.server.tenancy.open_grammars import OpenGrammars
 from infer.server.tenancy.shared_prefixes import PublicPrefixes
 from infer.text.untrusted.workers import Steps
 from infer.types import Request
@@ -59,6 +60,7 @@ class GenerationPipeline:
     sessions: SessionRoutes
     responses: StoredResponses
     kept: KeptAnswers
+    grammars: OpenGrammars
     settings: ServerSettings
 
     def apply(self, settings: ServerSettings) -> None:
@@ -195,6 +197,8 @@ class GenerationCall(Generic[B]):
     ) -> list[RequestStream]:
         """Hand the places over. No coroutine: see the module's docstring."""
         places.reservation.check(prepared.requests)
+        key_id, cleanup = self._tenant.key.id, self._context.cleanup
+        self._pipeline.grammars.enter(key_id, prepared.requests, cleanup)
         self._own(wire, prepared, grant)
         places.waiting.close()  # the trace counts them now
         return self._enter(prepared, places.reservation)

@@ -41,6 +41,10 @@ class ServerLimits:
     """chats to render and grammars to check that are worked on or wait; further ones get 503"""
     max_jobs_of_key: int = 128
     """those of one key; further ones get 429"""
+    max_grammar_mib: int = 256
+    """memory of the compiled grammars of all open requests, in MiB; further ones get 503"""
+    max_grammar_mib_of_key: int = 128
+    """that of one key's; further ones get 429"""
     max_traces: int = 1024
     """ended traces that are kept of all owners together"""
     max_traces_of_owner: int = 256

@@ -26,24 +26,24 @@ class KeyPlaces:
         """Number of places that an owner has."""
         return self._taken[owner]
 
-    def has_room(self, owner: str, max_of_key: int | None = None) -> bool:
-        """Whether an owner may have one more; False: all places are taken.
+    def has_room(self, owner: str, max_of_key: int | None = None, *, num_wanted: int = 1) -> bool:
+        """Whether an owner may have `num_wanted` more; False: too few are left.
 
-        `max_of_key`: a smaller limit of this key. Raises `HttpError` (429) if the key has as many
-        as it may have.
+        `max_of_key`: a smaller limit of this key. Raises `HttpError` (429) if the key would have
+        more than it may have.
         """
-        own = self._taken[owner]
+        own = self._taken.get(owner, 0)
         most = min(self._max_of_key, max_of_key or self._max_of_key)
-        if owner and own >= most:
+        if owner and own and own + num_wanted > most:
             raise too_many(f"this key may have {most} {self._what}", 1)
-        return bool(owner and not own) or self._taken.total() < self._max_of_all
+        return bool(owner and not own) or self._taken.total() + num_wanted <= self._max_of_all
 
-    def acquire(self, owner: str) -> None:
-        """Count a place; what has begun may have it without asking."""
-        self._taken[owner] += 1
+    def acquire(self, owner: str, num_places: int = 1) -> None:
+        """Count places; what has begun may have them without asking."""
+        self._taken[owner] += num_places
 
-    def release(self, owner: str) -> None:
-        """Free a place."""
-        self._taken[owner] -= 1
+    def release(self, owner: str, num_places: int = 1) -> None:
+        """Free places."""
+        self._taken[owner] -= num_places
         if not self._taken[owner]:
             del self._taken[owner]

@@ -35,11 +35,10 @@ STACK_BYTES = 64 << 20
 
 llguidance recurses, and a grammar may have 64 KiB of text.
 """
-CACHE_BYTES = 224 << 20
+CACHE_BYTES = 128 << 20
 """Maximum size of all compiled grammars that are kept, in bytes.
 
-The memory that one grammar needs while it is compiled and used comes on top; the sum stays below
-300 MB.
+Those in use come on top, of which a server has a limit (`ServerLimits.max_grammar_mib`).
 """
 LEAST_BYTES = 64 << 10
 """Minimum size that is assumed for a compiled grammar, in bytes.
@@ -175,10 +174,15 @@ def compiling_thread(name: str) -> ThreadPoolExecutor:
 class Constraint:
     """The state of a grammar after the tokens of one sequence; a function of those tokens."""
 
-    def __init__(self, matcher: LLMatcher, width: int) -> None:
-        """`matcher`: the compiled grammar, for this sequence only; `width`: number of logits, V."""
+    thread = 0
+    """The thread that has compiled the grammar: `threading.get_ident`; 0: it was not compiled."""
+
+    def __init__(self, matcher: LLMatcher, width: int, thread: int) -> None:
+        """`matcher`: the compiled grammar, for this sequence only; `width`: number of logits, V;
+        `thread`: see there."""
         self._matcher = matcher
         self._width = width
+        self.thread = thread
         self._num_taken = 0
 
     def follow(self, tokens: list[int]) -> None:
@@ -205,7 +209,7 @@ class Constraint:
 
     def copy(self) -> Constraint:
         """A constraint in the same state; tokens that it takes are not seen by this one."""
-        copied = Constraint(self._matcher.deep_copy(), self._width)
+        copied = Constraint(self._matcher.deep_copy(), self._width, self.thread)
         copied._num_taken = self._num_taken
         return copied
 
@@ -241,33 +245,72 @@ class Vocabulary(NamedTuple):
         return cls(tokenizer.to_json(), tokenizer.vocab_size, ends, num_logits)
 
 
+class Compiled(NamedTuple):
+    """A compiled grammar."""
+
+    matcher: LLMatcher
+    num_bytes: int
+    thread: int
+    """Thread that has compiled it: `threading.get_ident`."""
+
+
 class CompiledGrammars:
-    """A cache of compiled grammars with a limit in bytes; the least recently used go first."""
+    """A cache of compiled grammars with a limit in bytes; the least recently used go first.
+
+    Several threads may use it. A grammar that another thread is compiling is waited for.
+    """
 
     def __init__(self, compile_one: Callable[[Grammar], LLMatcher], max_bytes: int) -> None:
         """`compile_one` compiles a grammar; `max_bytes`: maximum size of all together."""
         self._compile = compile_one
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[Grammar, tuple[LLMatcher, int]] = OrderedDict()
+        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._being_compiled: set[Grammar] = set()
+        self._changed = threading.Condition()
         self.num_bytes = 0
+        self.free: Callable[[int, list[Any]], object] = _clear
+        """Called with the thread and a list of what is evicted, which it empties."""
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def matcher(self, grammar: Grammar, num_bytes: int) -> LLMatcher:
+    def compiled(self, grammar: Grammar, num_bytes: int) -> Compiled:
         """The compiled grammar, from the cache or from `compile_one`, whose errors are not kept.
 
         `num_bytes`: its size, as `GrammarChecker` has found it.
         """
-        kept = self._kept.pop(grammar, None)
-        if kept is None:
-            kept = self._compile(grammar), max(LEAST_BYTES, num_bytes)
-            self.num_bytes += kept[1]
-        self._kept[grammar] = kept
-        while self.num_bytes > self._max_bytes:
-            _, (_, size) = self._kept.popitem(last=False)
-            self.num_bytes -= size
-        return kept[0]
+        with self._changed:
+            self._changed.wait_for(lambda: grammar not in self._being_compiled)
+            kept = self._kept.get(grammar)
+            if kept is not None:
+                self._kept.move_to_end(grammar)
+                return kept
+            self._being_compiled.add(grammar)
+        try:
+            matcher = self._compile(grammar)
+            new = Compiled(matcher, max(LEAST_BYTES, num_bytes), threading.get_ident())
+            self._keep(grammar, new)
+        finally:
+            with self._changed:
+                self._being_compiled.remove(grammar)
+                self._changed.notify_all()
+        return new
+
+    def _keep(self, grammar: Grammar, new: Compiled) -> None:
+        evicted: list[Compiled] = []
+        with self._changed:
+            self._kept[grammar] = new
+            self.num_bytes += new.num_bytes
+            while self.num_bytes > self._max_bytes:
+                evicted.append(self._kept.popitem(last=False)[1])
+                self.num_bytes -= evicted[-1].num_bytes
+        while evicted:
+            one = evicted.pop()
+            self.free(one.thread, [one.matcher])
+
+
+def _clear(thread: int, holder: list[Any]) -> None:
+    holder.clear()
 
 
 class TokenBytes:
@@ -292,7 +335,7 @@ class TokenBytes:
 
 
 class Compiler:
-    """Compiles grammars for one model. Several threads must not use it at once."""
+    """Compiles grammars for one model. Several threads may use it at once."""
 
     def __init__(self, vocabulary: Vocabulary, *, cache_bytes: int = CACHE_BYTES) -> None:
         """`cache_bytes`: maximum size of all compiled grammars that are kept."""
@@ -335,7 +378,8 @@ class Compiler:
 
         `num_bytes`: size of the compiled grammar, as `GrammarChecker` has found it.
         """
-        return Constraint(self.cache.matcher(grammar, num_bytes).deep_copy(), self._width)
+        compiled = self.cache.compiled(grammar, num_bytes)
+        return Constraint(compiled.matcher.deep_copy(), self._width, compiled.thread)
 
     def token_bytes(self) -> TokenBytes:
         """The bytes of the model's tokens; they are made in the first call."""

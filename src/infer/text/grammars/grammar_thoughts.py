@@ -36,6 +36,7 @@ class AroundThoughts(Constraint):
         self._vocabulary = vocabulary
         self._opening, self._closing = opening.encode(), closing.encode()
         self._num_taken = 0
+        self.thread = answer.thread
 
     def copy(self) -> Self:
         """See `Constraint`."""
