@@ -279,6 +279,11 @@ ROWS = (
         " socket; each probe is answered, and no connection is refused when the server comes",
     ),
     Row(
+        "A12",
+        "templates and grammars of strangers",
+        (f"{HERE}/test_attack_template.py",),
+    ),
+    Row(
         "B1",
         "a script's end",
         ("tests/engine/test_exit.py",),

@@ -1,4 +1,4 @@
-"""Attacks through text that is worked on in other processes: chat templates and grammars.
+"""Scorecard A12: attacks through text that is worked on in other processes: chat templates and grammars.
 
 They run against a real server. A hostile checkpoint is the shipped one with another template, which
 does its work only when a message asks for it, so that it passes every probe at the start.
@@ -11,6 +11,7 @@ import json
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ import pytest
 from infer.models.hub import SHIPPED_FOLDER
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.hostile_checkpoints import replace
-from tests.support.server_process import Served, model_server, served
+from tests.support.server_process import Findings, Served, model_server, served
 
 BIG = "(0).from_bytes(({0} * 1500000).encode(), 'big')"
 HOSTILE = {
@@ -125,15 +126,18 @@ def test_nobody_waits_beside_a_hostile_template(tmp_path: Path, message: str) ->
             assert server.get("/health")[0] == 200
             times_s.append(time.monotonic() - started_s)
             time.sleep(0.02)
-        print(f"{message}: {results[0][0]}, /health worst {1000 * max(times_s):.0f} ms")
-        assert max(times_s) < 0.1
+        worst_ms = round(1000 * max(times_s), 1)
+        load = f"a template that works {message}"
+        counted = {"status": results[0][0], "/health at worst, in ms": worst_ms}
+        Findings().note(12, "A12", load, **counted, at_most={"/health": (worst_ms, 100)})
+        assert worst_ms < 100
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_keys_beside_a_flood_of_hard_grammars(tmp_path: Path) -> None:
-    """Key a sends grammars that each take all of their 3 s of CPU time; b and c send a harmless
-    grammar and a long text."""
+    """Key a sends the hardest grammars that are compiled; b and c send a harmless grammar and a
+    long text."""
     file = tmp_path / "keys.json"
     keys = {name: Keys(file, must_exist=False).create(name, KeyLimits()) for name in "abc"}
     arguments = model_server("--api-keys", str(file))
@@ -174,10 +178,13 @@ def test_keys_beside_a_flood_of_hard_grammars(tmp_path: Path) -> None:
         for thread, _ in floods:
             thread.join()
         statuses = [status for _, results in floods for some in results for status in some]
+        most: dict[str, tuple[float, float]] = {}
         for name in "bc":
             before_s, after_s = (max(each[name] for each in some) for some in (alone, flooded))
-            median_s = statistics.median(each[name] for each in flooded)
-            print(f"{name}: alone {before_s:.2f} s, beside {after_s:.2f} s, median {median_s:.2f}")
-            assert after_s < 2 * before_s + 0.5
-        print(f"a: {sorted(set(statuses))}, {len(statuses)} requests")
+            most[name] = (round(after_s, 2), round(2 * before_s + 0.5, 2))
+        medians_s = {name: statistics.median(each[name] for each in flooded) for name in "bc"}
+        counted = {"statuses": dict(Counter(statuses)), "medians in s, b and c": medians_s}
+        load = "six requests of key a with hard grammars, b with easy ones, c with long texts"
+        Findings().note(12, "A12", load, **counted, at_most=most)
+        assert all(seconds < bound for seconds, bound in most.values()), most
         assert set(statuses) <= {200, 400, 429, 503}

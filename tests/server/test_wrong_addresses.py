@@ -45,15 +45,16 @@ V1 = [path for path in ROUTES if path.startswith("/v1/")]
 # ---- paths
 
 
-def with_slashes(path: str) -> Iterator[str]:
-    """The ways in which a client may write a path with slashes too many."""
+def other_ways(path: str) -> Iterator[str]:
+    """The ways in which a client may write a path: with slashes too many, or as a whole URL."""
     yield from (f"/{path}", f"//{path}/", path.replace("/", "//"))
+    yield from (f"http://localhost:8000{path}", f"HTTPS://[::1]/{path}")
     if path != "/":
         yield from (f"{path}/", f"{path}//")
 
 
 @pytest.mark.parametrize("path", ROUTES)
-def test_slashes_too_many_change_nothing(path: str) -> None:
+def test_how_a_path_is_written_changes_nothing(path: str) -> None:
     """No redirect: it would lose the body of a POST."""
     gone = asyncio.Event()  # a stream ends at once
     gone.set()
@@ -62,7 +63,7 @@ def test_slashes_too_many_change_nothing(path: str) -> None:
         for method in ("GET", "POST", "DELETE", "PATCH"):
             body = json.dumps(BODIES[path]() if path in BODIES else {}).encode()
             right = await app.send(method, path, body, leave=gone)
-            for written in with_slashes(path):
+            for written in other_ways(path):
                 assert canonical_path(written) == path
                 other = await app.send(method, written, body, leave=gone)
                 assert other.status == right.status, (method, written)
@@ -71,11 +72,11 @@ def test_slashes_too_many_change_nothing(path: str) -> None:
     with_app(make_hash_llm(), use, sessions="sqlite://")
 
 
-def test_a_path_with_slashes_too_many_needs_a_key_all_the_same(tmp_path: Path) -> None:
+def test_a_path_in_another_form_needs_a_key_all_the_same(tmp_path: Path) -> None:
     async def use(app: App) -> None:
         for path in ROUTES:
             plain = (await app.get(path)).status
-            for written in with_slashes(path):
+            for written in other_ways(path):
                 assert (await app.get(written)).status == plain, written
 
     file = tmp_path / "keys.json"

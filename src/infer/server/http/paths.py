@@ -1,7 +1,8 @@
 """Paths as clients write them: `canonical_path`, and `nearest_path` for the 404 of a wrong base URL
 
 Clients join a base URL and a path, so a slash too many is common, at the joint or at the end. It
-changes nothing here; a redirect would lose the body of a POST. A base URL that has a part too many
+changes nothing here; a redirect would lose the body of a POST. Nor does a whole URL in place of a
+path. A base URL that has a part too many
 or too few (`/v1/v1/models`, `/models`, `/api/v1/models`) names no route, and the answer says which
 path was meant.
 """
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _MAX_SEGMENTS = 12
 """number of parts of a path beyond which no other path is looked for"""
 _MAX_CHARS = 256
+_SCHEME_AND_HOST = re.compile(r"https?://[^/]*", re.IGNORECASE)
+"""with which a target begins that is a whole URL, as clients of proxies send it (RFC 9112, 3.2.2)"""
 _BASE = "/v1"
 _OTHER_APIS = {
     "/api/chat": "/v1/chat/completions",
@@ -35,7 +38,9 @@ _OTHER_APIS = {
 
 
 def canonical_path(path: str) -> str:
-    """A path with single slashes, and none at its end."""
+    """A path with single slashes, and none at its end; of a whole URL its path."""
+    if not path.startswith("/"):
+        path = _SCHEME_AND_HOST.sub("", path, count=1) or "/"
     if "//" not in path and (not path.endswith("/") or path == "/"):
         return path
     return re.sub("/{2,}", "/", path).rstrip("/") or "/"
