@@ -1,4 +1,4 @@
-"""Scorecard A12: attacks through text that is worked on in other processes: chat templates and grammars.
+"""Scorecard A12: attacks through text that other processes work on: chat templates and grammars.
 
 They run against a real server. A hostile checkpoint is the shipped one with another template, which
 does its work only when a message asks for it, so that it passes every probe at the start.

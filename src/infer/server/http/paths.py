@@ -21,7 +21,7 @@ _MAX_SEGMENTS = 12
 """number of parts of a path beyond which no other path is looked for"""
 _MAX_CHARS = 256
 _SCHEME_AND_HOST = re.compile(r"https?://[^/]*", re.IGNORECASE)
-"""with which a target begins that is a whole URL, as clients of proxies send it (RFC 9112, 3.2.2)"""
+"""the beginning of a target that is a whole URL, as clients of proxies send it (RFC 9112, 3.2.2)"""
 _BASE = "/v1"
 _OTHER_APIS = {
     "/api/chat": "/v1/chat/completions",
