@@ -140,11 +140,11 @@ class Restrictions:
             return
         used, self._used = self._used, []
         while used:
-            sequence, state = used.pop()
-            if sequence() is not None:
-                self._used.append((sequence, state))
-            else:
-                self._compiling.free(state.thread, [state])
+            if used[-1][0]() is not None:
+                self._used.append(used.pop())
+            else:  # no local name may refer to it, or this thread could be the last that does
+                thread = used[-1][1].thread
+                self._compiling.free(thread, [used.pop()])
 
     def begin(self, plan: Plan) -> Masks | None:
         """Start making the masks of a step; None if no sequence of the step has a grammar."""

@@ -305,8 +305,8 @@ class CompiledGrammars:
                 evicted.append(self._kept.popitem(last=False)[1])
                 self.num_bytes -= evicted[-1].num_bytes
         while evicted:
-            one = evicted.pop()
-            self.free(one.thread, [one.matcher])
+            thread = evicted[-1].thread
+            self.free(thread, [evicted.pop()])
 
 
 def _clear(thread: int, holder: list[Any]) -> None:
