@@ -148,6 +148,13 @@ def hard_schema() -> dict[str, Any]:
     )
 
 
+def large_grammar() -> dict[str, Any]:
+    """A grammar of its own that takes some 10 MiB when it is compiled."""
+    number = {"type": "integer", "multipleOf": 20_011 + 2 * next(_numbers)}
+    parts = [number, {"type": "number"}] * 40
+    return completion_body(guided_json={"type": "array", "prefixItems": parts, "items": False})
+
+
 LONG_JSON = json.dumps({"prompt": "x", "ignored": [0] * 300_000}).encode()
 LONG_TEXT = json.dumps({"prompt": "some words " * 90_000}).encode()
 FLOODS: Mapping[str, Callable[[Client], Awaitable[object]]] = {
@@ -165,6 +172,7 @@ FLOODS: Mapping[str, Callable[[Client], Awaitable[object]]] = {
     "seats and pages of an engine": lambda it: it.ask(
         "POST", COMPLETIONS, completion_body(prompt="y" * 400, max_tokens=500)
     ),
+    "memory of compiled grammars": lambda it: it.ask("POST", COMPLETIONS, large_grammar()),
     "threads of the sessions' database": lambda it: it.ask("GET", SESSIONS),
     "stored sessions": lambda it: it.ask("POST", SESSIONS, {"title": "x"}),
     "viewers of an engine": lambda it: it.hold("GET", EVENTS),

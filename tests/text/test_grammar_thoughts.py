@@ -116,6 +116,8 @@ def test_a_token_that_closes_and_speaks_is_not_taken() -> None:
     ]
 
     class Free:
+        thread = 0
+
         def follow(self, tokens: list[int]) -> None: ...
         def take(self, token: int) -> bool:
             return False
