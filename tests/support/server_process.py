@@ -49,7 +49,8 @@ def hash_server(**settings: Any) -> list[str]:
 
 def model_server(*options: str) -> list[str]:
     """Arguments that start an observed server with the shipped model."""
-    return [OBSERVED, "--port", "0", "--max-seq-len", "512", *options]
+    port = [] if "--uds" in options else ["--port", "0"]
+    return [OBSERVED, *port, "--max-seq-len", "512", *options]
 
 
 def bodies(count: int, longest: int) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from infer.server.http.http_errors import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from infer.server.http.http_errors import HttpError as HttpError
 from infer.server.http.http_errors import answer_to, error_body
 from infer.server.http.http_errors import headers_too_large as headers_too_large
-from infer.server.http.paths import canonical_path, nearest_path
+from infer.server.http.paths import nearest_path, path_of
 
 log = logging.getLogger("infer.server")
 
@@ -185,7 +185,7 @@ class RequestBoundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["path"] = canonical_path(scope["path"])
+        scope["path"] = path_of(scope["path"], Headers(scope=scope).get("host", ""))
         scope[IGNORED] = [] if self._ignores_unknown else None
         context = RequestContext.of(scope, self._id_prefix)
         context.model = self._model

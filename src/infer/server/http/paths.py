@@ -2,7 +2,7 @@
 
 Clients join a base URL and a path, so a slash too many is common, at the joint or at the end. It
 changes nothing here; a redirect would lose the body of a POST. Nor does a whole URL in place of a
-path. A base URL that has a part too many
+path (`path_of`). A base URL that has a part too many
 or too few (`/v1/v1/models`, `/models`, `/api/v1/models`) names no route, and the answer says which
 path was meant.
 """
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 _MAX_SEGMENTS = 12
 """number of parts of a path beyond which no other path is looked for"""
 _MAX_CHARS = 256
-_SCHEME_AND_HOST = re.compile(r"https?://[^/]*", re.IGNORECASE)
-"""the beginning of a target that is a whole URL, as clients of proxies send it (RFC 9112, 3.2.2)"""
+_URL = re.compile(r"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 _BASE = "/v1"
 _OTHER_APIS = {
     "/api/chat": "/v1/chat/completions",
@@ -37,10 +36,16 @@ _OTHER_APIS = {
 """paths of other servers' APIs → the path here that does the same"""
 
 
+def path_of(target: str, host: str) -> str:
+    """The path of a request's target without its query, which may be a whole URL of the same host
+    as the header (RFC 9112, 3.2.2), as clients of proxies send it; see `canonical_path`."""
+    if not target.startswith("/") and (url := _URL.fullmatch(target)):
+        target = url[2] if url[1].lower() == host.lower() else target
+    return canonical_path(target or "/")
+
+
 def canonical_path(path: str) -> str:
-    """A path with single slashes, and none at its end; of a whole URL its path."""
-    if not path.startswith("/"):
-        path = _SCHEME_AND_HOST.sub("", path, count=1) or "/"
+    """A path with single slashes, and none at its end."""
     if "//" not in path and (not path.endswith("/") or path == "/"):
         return path
     return re.sub("/{2,}", "/", path).rstrip("/") or "/"
