@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 from infer.fair_queue import FairQueue
 from infer.text.grammars.compiler import compiling_thread
@@ -23,22 +23,17 @@ NUM_THREADS = 2
 _NICE = 5
 
 
-class _Job(Future[Any]):
-    """A job and its result in one."""
-
-    def __init__(self, owner: str, work: Callable[[], Any]) -> None:
-        super().__init__()
-        self.owner = owner
-        self.work: Callable[[], Any] | None = work
+class _Job(NamedTuple):
+    result: Future[Any]
+    work: Callable[[], Any]
 
     def run(self) -> None:
-        work, self.work = self.work, None  # it may hold much
-        if work is None or not self.set_running_or_notify_cancel():
+        if not self.result.set_running_or_notify_cancel():
             return
         try:
-            self.set_result(work())
+            self.result.set_result(self.work())
         except BaseException as error:
-            self.set_exception(error)
+            self.result.set_exception(error)
 
 
 class CompilingThreads:
@@ -57,25 +52,25 @@ class CompilingThreads:
 
         Requests without a key have the tenant "", and one thread, too.
         """
-        job = _Job(tenant or "anybody", work)
+        result: Future[T] = Future()
         with self._lock:
-            self._queue.put(job.owner, job)
+            self._queue.put(tenant or "anybody", _Job(result, work))
             self._start_jobs()
-        return cast("Future[T]", job)
+        return result
 
     def _start_jobs(self) -> None:
         """To be called with the lock."""
         while (taken := self._queue.take()) is not None:
             thread = self._idle.pop()
-            thread.submit(self._run, thread, taken[1])
+            thread.submit(self._run, thread, *taken)
 
-    def _run(self, thread: ThreadPoolExecutor, job: _Job) -> None:
+    def _run(self, thread: ThreadPoolExecutor, owner: str, job: _Job) -> None:
         try:
             job.run()
         finally:
             with self._lock:
                 self._idle.append(thread)
-                self._queue.done(job.owner)
+                self._queue.done(owner)
                 self._start_jobs()
 
     def free(self, thread: int, holder: list[Any]) -> None:
