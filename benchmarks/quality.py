@@ -6,8 +6,9 @@ relative to float32's; the deviation of the log-probabilities of the text's toke
 root mean square; the share of positions at which the most probable token is not float32's; the
 bytes of the weights; and, with `--speed`, the tokens per second of 1 and 32 streams. The text is
 quality_text.txt, which is from this repository's documentation, and for the shipped model held-out
-documents of its grammar. With `--llamacpp` llama.cpp reads the same ids from the same files, where
-`--llamacpp-python` has `llama-cpp-python`.
+documents of its grammar. `--peers` has other engines read the same ids (peers/README.md): llama.cpp
+from the same files, where `--llamacpp-python` has `llama-cpp-python`, the others from a folder with
+the same numbers, which peers/unpack_gguf.py writes.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from infer.engine.build.planner import plan_for
 from infer.models.hub import locate
 from infer.text.tokenizer import Tokenizer
 
-sys.path.append(str(Path(__file__).parent.parent / "training"))
+sys.path += [str(Path(__file__).parent.parent / "training"), str(Path(__file__).parent / "peers")]
+from files import PEERS, theirs
+
 from grammar import documents
 
 HERE = Path(__file__).parent
@@ -180,8 +183,9 @@ class Ours:
         self._stack = contextlib.ExitStack()
         settings = self._stack.enter_context(settings_of(model, name, folder))
         self.num_bytes = plan_for(EngineConfig(**settings)).weight_bytes
-        most = find_checkpoint(settings["model"]).config.max_seq_len
-        room = min(most, max(width, sum(SPEED_TOKENS)) + 8)
+        config = find_checkpoint(settings["model"]).config
+        self._vocab_size, self._made = config.vocab_size, random.Random(1)
+        room = min(config.max_seq_len, max(width, sum(SPEED_TOKENS)) + 8)
         llm = LLM(**settings, max_seq_len=room, max_batch_size=32)
         self._llm = self._stack.enter_context(llm)
 
@@ -193,44 +197,40 @@ class Ours:
             np.array([one.logprob for one in each]), np.array([one.top[0][0] for one in each])
         )
 
-    def seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
+    def rate(self, count: int) -> float:
+        """Tokens per second of so many streams, with prompts that are new each time."""
+        length, num_tokens = SPEED_TOKENS
+        prompts = [self._made.choices(range(100, self._vocab_size), k=length) for _ in range(count)]
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
         started = time.perf_counter()
         self._llm.generate(prompts, params, use_tqdm=False)
-        return time.perf_counter() - started
+        return count * num_tokens / (time.perf_counter() - started)
 
     def close(self) -> None:
         self._stack.close()
 
 
-class Peer:
-    """llama.cpp, in a process of its own environment: peers/score_llamacpp.py."""
+class Process:
+    """A peer in a process of its own environment; it answers jobs of JSON, one in each line."""
 
-    def __init__(
-        self, python: Path, model: str | None, name: str, width: int, folder: Path
-    ) -> None:
-        """`python`: of the environment that has it."""
-        self._stack = contextlib.ExitStack()
-        if name == "blocks":
-            file = locate(model)[0]
-        else:
-            file = self._stack.enter_context(rewritten(model, name, folder))
-        self.num_bytes = file.stat().st_size
-        command = [str(python), str(HERE / "peers/score_llamacpp.py"), str(file), str(width + 1)]
+    def __init__(self, *command: str | Path) -> None:
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            text=True, encoding="utf-8",
+            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, encoding="utf-8",
         )  # fmt: skip
 
-    def ask(self, **job: Any) -> Any:
-        """The answer to one job of the protocol in the worker's file."""
-        assert self._process.stdin is not None
+    def read(self) -> Any:
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
         if not (line := self._process.stdout.readline()):
             raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()}")
         return json.loads(line)
+
+    def ask(self, **job: Any) -> Any:
+        """The answer to one job."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        return self.read()
 
     def scores(self, windows: Sequence[Sequence[int]]) -> Scores:
         found = [self.ask(score=list(ids)) for ids in windows]
@@ -239,26 +239,64 @@ class Peer:
             np.concatenate([each["best"] for each in found]),
         )
 
-    def seconds(self, prompts: list[list[int]], num_tokens: int) -> float:
-        return float(self.ask(prompts=prompts, num_tokens=num_tokens)["seconds"])
-
     def close(self) -> None:
         self._process.communicate()
+
+
+class Llama(Process):
+    """llama.cpp with a GGUF file: peers/score_llamacpp.py, and for its speed its own program, which
+    is built for this machine."""
+
+    def __init__(self, model: str | None, name: str, given: argparse.Namespace, folder: Path):
+        self._stack = contextlib.ExitStack()
+        if name == "blocks":
+            self._file = locate(model)[0]
+        else:
+            self._file = self._stack.enter_context(rewritten(model, name, folder))
+        self.num_bytes = self._file.stat().st_size
+        script = HERE / "peers/score_llamacpp.py"
+        super().__init__(given.llamacpp_python, script, self._file, str(given.window + 2))
+
+    def rate(self, count: int) -> float:
+        return theirs(str(self._file), count, *SPEED_TOKENS)
+
+    def close(self) -> None:
+        super().close()
         self._stack.close()
 
 
-def speeds_of(engine: Ours | Peer, vocab_size: int) -> tuple[float, ...]:
+class Folder(Process):
+    """An engine that reads a folder of safetensors: its worker in peers/."""
+
+    def __init__(self, engine: str, name: str, folder: Path) -> None:
+        """`folder`: the same numbers as those of the model (peers/unpack_gguf.py)."""
+        python = Path(sys.executable) if engine == "hf" else PEERS / engine / "bin/python"
+        super().__init__(python, HERE / f"peers/worker_{engine}.py", folder, name)
+        self.read()
+        self._seed = 0
+        export = folder.with_name(f"{folder.name}-openvino-{name.partition('-')[0]}")
+        files = export.glob("*model.bin") if engine == "openvino" else folder.glob("*.safetensors")
+        self.num_bytes = sum(file.stat().st_size for file in files)
+
+    def rate(self, count: int) -> float:
+        self._seed += 1
+        length, num_tokens = SPEED_TOKENS
+        job = {"num_requests": count, "input_len": length, "output_len": num_tokens}
+        return count * num_tokens / float(self.ask(**job, seed=self._seed)["seconds"])
+
+
+def peer(engine: str, name: str, given: argparse.Namespace, folder: Path) -> Llama | Folder:
+    """Another engine with a format."""
+    if engine == "llamacpp":
+        return Llama(given.model, name, given, folder)
+    if given.folder is None:
+        raise SystemExit(f"{engine} reads no GGUF file: --folder names the same as safetensors")
+    return Folder(engine, name, given.folder.resolve())
+
+
+def speeds_of(engine: Ours | Llama | Folder) -> tuple[float, ...]:
     """Tokens per second of 1 and 32 streams; the best of three runs."""
-    length, num_tokens = SPEED_TOKENS
-    made = random.Random(1)
-    found = []
-    for count in (1, 32):
-        seconds = []
-        for _ in range(3):
-            prompts = [made.choices(range(100, vocab_size), k=length) for _ in range(count)]
-            seconds.append(engine.seconds(prompts, num_tokens))
-        found.append(count * num_tokens / min(seconds))
-    return tuple(found)
+    return tuple(max(engine.rate(count) for _ in range(3)) for count in (1, 32))
 
 
 def row_of(engine: str, name: str, scores: Scores, exact: Scores, num_bytes: int) -> Row:
@@ -288,8 +326,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", help="default: the shipped model")
     formats = f"any of {', '.join([*OWN, *REWRITTEN])}; {CACHE} after a name: int8 keys and values"
     parser.add_argument("--formats", default="bfloat16,int8,int4", help=formats)
-    parser.add_argument("--llamacpp", default="", help="the same of llama.cpp, without +kv8")
-    parser.add_argument("--llamacpp-python", type=Path, help="of an environment that has it")
+    peers = "ENGINE:FORMAT,… of llamacpp (of the same formats), openvino, vllm and hf (of peers/)"
+    parser.add_argument("--peers", default="", help=peers)
+    parser.add_argument("--llamacpp-python", type=Path, help="one with llama-cpp-python")
+    parser.add_argument("--folder", type=Path, help="the model for those without GGUF")
     parser.add_argument("--tokens", type=int, default=4000, help="default: 4000")
     parser.add_argument("--window", type=int, default=500, help="tokens that a window scores")
     parser.add_argument("--text", type=Path, default=TEXT, help="a file instead of the text")
@@ -303,7 +343,6 @@ def main() -> None:
     given = options()
     windows = windows_of(given.model, given.text, given.tokens, given.window)
     width, count = max(map(len, windows)), sum(len(ids) - 1 for ids in windows)
-    vocab_size = find_checkpoint(given.model).config.vocab_size
     print(f"{count:,} tokens in windows of at most {width}")
     head = ["engine", "format", "perplexity", "to float32", "log-prob. error", "other best token"]
     head += ["weights", *(["tok/s, 1", "tok/s, 32"] if given.speed else [])]
@@ -313,7 +352,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
 
-        def measure(engine: str, name: str, make: Callable[[], Ours | Peer]) -> None:
+        def measure(engine: str, name: str, make: Callable[[], Ours | Llama | Folder]) -> None:
             nonlocal exact
             runner = make()
             try:
@@ -321,7 +360,7 @@ def main() -> None:
                 exact = scores if exact is None else exact
                 row = row_of(engine, name, scores, exact, runner.num_bytes)
                 if given.speed:
-                    row = Row(**asdict(row) | {"speeds": speeds_of(runner, vocab_size)})
+                    row = Row(**asdict(row) | {"speeds": speeds_of(runner)})
             finally:
                 runner.close()
             rows.append(row)
@@ -329,9 +368,9 @@ def main() -> None:
 
         for each in dict.fromkeys(["float32", *given.formats.split(",")]):
             measure("ours", each, functools.partial(Ours, given.model, each, width, folder))
-        for each in filter(None, given.llamacpp.split(",")):
-            where = (given.llamacpp_python, given.model, each, width, folder)
-            measure("llama.cpp", each, functools.partial(Peer, *where))
+        for each in filter(None, given.peers.split(",")):
+            engine, _, variant = each.partition(":")
+            measure(engine, variant, functools.partial(peer, engine, variant, given, folder))
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(row) for row in rows], indent=1), encoding="utf-8")
 

@@ -8,7 +8,6 @@ writes its answer as a line. The keys of a job say what it is:
     score                of a list of ids: log-probabilities of all but the first, the best token
                          there, and how far the two best logits are apart
     greedy, count        so many greedy tokens after a list of ids, and the same distances
-    prompts, num_tokens  the seconds in which all prompts are completed together
 
 Keys and values are float16, or float32 if the file's matrices are. Only `benchmarks/quality.py` and
 the tests of the lane `weights` use it.
@@ -19,11 +18,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 
 import llama_cpp
 import numpy as np
 from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+from scoring import scores_of
 
 THREADS = 2
 FLOAT16, FLOAT32 = 1, 0
@@ -63,10 +62,7 @@ class Scorer:
         ids = job["score"]
         logits = self._logits(ids)[:-1]
         best, gaps = zip(*map(_best_of, logits), strict=True)
-        top = logits.max(axis=1, keepdims=True).astype(np.float64)
-        total = np.log(np.exp(logits - top).sum(axis=1)) + top[:, 0]
-        found = logits[np.arange(len(logits)), ids[1:]] - total
-        return {"logprobs": found.tolist(), "best": best, "gaps": gaps}
+        return scores_of(logits, ids) | {"best": best, "gaps": gaps}
 
     def greedy(self, job: dict) -> dict:
         ids = list(job["greedy"])
@@ -81,26 +77,6 @@ class Scorer:
             self.llama.eval([token])
             row = self.llama.scores[len(ids) + len(tokens) - 1]
 
-    def seconds(self, job: dict) -> dict:
-        prompts, count = job["prompts"], job["num_tokens"]
-        room = -(-(len(prompts[0]) + count) // 256) * 256
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = room * len(prompts), len(prompts)
-        params.n_batch = params.n_ubatch = BATCH
-        params.n_threads = params.n_threads_batch = THREADS
-        context = llama_cpp.llama_init_from_model(self.llama._model.model, params)
-        batch = llama_cpp.llama_batch_init(max(BATCH, len(prompts)), 0, 1)
-        started = time.perf_counter()
-        tokens = [_run(context, batch, [(i, ids, 0)]) for i, ids in enumerate(prompts)]
-        last = [found[0] for found in tokens]
-        for step in range(1, count):
-            at = len(prompts[0]) + step - 1
-            last = _run(context, batch, [(i, [token], at) for i, token in enumerate(last)])
-        seconds = time.perf_counter() - started
-        llama_cpp.llama_batch_free(batch)
-        llama_cpp.llama_free(context)
-        return {"seconds": seconds}
-
 
 def _best_of(row: np.ndarray) -> tuple[int, float]:
     """The best token, and how far its logit is above the second one's."""
@@ -110,33 +86,13 @@ def _best_of(row: np.ndarray) -> tuple[int, float]:
     return int(first), float(row[first] - row[second])
 
 
-def _run(context: object, batch: object, parts: list[tuple[int, list[int], int]]) -> list[int]:
-    """The best token behind the ids of each sequence, which begin at a position."""
-    num, wanted = 0, []
-    for sequence, ids, at in parts:
-        for i, token in enumerate(ids):
-            batch.token[num], batch.pos[num] = token, at + i
-            batch.n_seq_id[num], batch.seq_id[num][0] = 1, sequence
-            batch.logits[num] = i == len(ids) - 1
-            num += 1
-        wanted.append(num - 1)
-    batch.n_tokens = num
-    if llama_cpp.llama_decode(context, batch):
-        raise SystemExit("llama_decode failed")
-    size = llama_cpp.llama_vocab_n_tokens(
-        llama_cpp.llama_model_get_vocab(llama_cpp.llama_get_model(context))
-    )
-    rows = [llama_cpp.llama_get_logits_ith(context, i) for i in wanted]
-    return [int(np.ctypeslib.as_array(row, (size,)).argmax()) for row in rows]
-
-
 def main() -> None:
     """Answer until stdin ends."""
     protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     scorer = Scorer(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else BATCH)
     ways = {"tokenize": scorer.tokenize, "chat": scorer.chat, "score": scorer.score,
-            "greedy": scorer.greedy, "prompts": scorer.seconds}  # fmt: skip
+            "greedy": scorer.greedy}  # fmt: skip
     for line in sys.stdin:
         job = json.loads(line)
         print(json.dumps(ways[next(iter(job))](job)), file=protocol, flush=True)

@@ -18,7 +18,9 @@ drop_torch_companions() { # wheels for another torch: importing them fails, both
 
 case $name in
 openvino)
-    "$pip" install -q openvino-genai==2026.4.1.0 "optimum-intel[openvino]==2.2.0" torch==2.13.0
+    # Its exporter knows Gemma 3 with transformers 4 only; the rest is for unpack_gguf.py.
+    "$pip" install -q openvino-genai==2026.4.1.0 "optimum-intel[openvino]==2.2.0" torch==2.13.0 \
+        "transformers<5" accelerate gguf sentencepiece
     drop_torch_companions
     ;;
 vllm)

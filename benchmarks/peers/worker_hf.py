@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from scoring import scores_of
 from transformers import AutoModelForCausalLM
 from worker import THREADS, Prompts, arguments, serve, timed
 
@@ -25,7 +28,12 @@ def _load():
             )
         return [out.shape[1] - ids.shape[1]] * len(prompts)
 
-    return timed(complete)
+    def score(ids: list[int]) -> dict[str, Any]:
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, :-1]
+        return scores_of(logits.float().numpy(), ids)
+
+    return timed(complete), score
 
 
 serve(_load)

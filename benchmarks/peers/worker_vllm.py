@@ -10,6 +10,7 @@ import ctypes.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from worker import THREADS, Prompts, arguments, serve, timed
 
@@ -41,7 +42,15 @@ def _load():
         outputs = llm.generate(given, params, use_tqdm=False)
         return [len(output.outputs[0].token_ids) for output in outputs]
 
-    return timed(complete)
+    def score(ids: list[int]) -> dict[str, Any]:
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+        (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        each = output.prompt_logprobs[1:]
+        best = [next(token for token, one in found.items() if one.rank == 1) for found in each]
+        found = [found[token].logprob for found, token in zip(each, ids[1:], strict=True)]
+        return {"logprobs": found, "best": best}
+
+    return timed(complete), score
 
 
 def _preload() -> None:

@@ -118,6 +118,44 @@ def test_a_dtype_overrides_them(dtype: Any, mixed: Path) -> None:
         assert isinstance(runner.model.embedding, torch.Tensor)
 
 
+INT4: dict[str, tuple[Q, Q | None, dict[str, Any], bool]] = {
+    "as small": (Q.Q4_0, Q.Q6_K, {}, True),
+    "a mixture of 4 bits": (Q.Q4_K, Q.Q6_K, {}, True),
+    "11 % larger": (Q.Q4_1, None, {}, True),
+    "22 % larger": (Q.Q5_K, None, {}, False),
+    "5 bits, where int4 takes 5, too": (Q.Q5_0, None, NARROW, True),
+    "smaller": (Q.Q2_K, None, {}, True),
+    "8 bits": (Q.Q8_0, None, {}, False),
+    "6 bits": (Q.Q6_K, None, {}, False),
+    "not quantised": (Q.F16, None, {}, False),
+}
+"""Types of the layers and of the head; whether int4 keeps them."""
+
+
+@pytest.mark.parametrize("case", INT4)
+def test_int4_keeps_what_is_about_as_small(case: str, tmp_path: Path) -> None:
+    """Its answers are then those of the file's own blocks."""
+    kind, head, shape, is_kept = INT4[case]
+    path = tmp_path / "m.gguf"
+    write(path, "llama", make_model("llama", **{**WIDE, **shape}), kind, head)
+    plans = {
+        dtype: plan_for(EngineConfig(model=str(path), device="cpu", dtype=dtype))
+        for dtype in ("auto", "int4")
+    }
+    assert ("int4 would hardly be smaller" in plans["int4"].products) == is_kept
+    assert ("exactness" in dict(plans["int4"].rows())) == (not is_kept)
+    if is_kept:
+        assert plans["int4"].weight_bytes == plans["auto"].weight_bytes
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=1, ignore_eos=True)
+    found = {}
+    for dtype in plans:
+        with LLM(str(path), max_seq_len=64, dtype=dtype) as llm:
+            (answer,) = llm.generate(["abc"], params)
+        assert answer.logprobs is not None
+        found[dtype] = [each.logprob for each in answer.logprobs]
+    assert (found["int4"] == found["auto"]) == is_kept
+
+
 MUTATE = """
 import random, sys, warnings
 from pathlib import Path

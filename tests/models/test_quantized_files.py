@@ -25,6 +25,7 @@ from infer import LLM, SamplingParams
 from infer.config import EngineConfig
 from infer.engine.build.checkpoint import find_checkpoint
 from infer.engine.build.memory_plan import make_plan
+from infer.engine.build.planner import plan_for
 from infer.errors import LoadError
 from infer.kernels.blocks import ZEROED, BlockWeight, packed_bytes
 from infer.kernels.int8_weight import Int8Weight
@@ -190,6 +191,17 @@ def test_a_weight_takes_the_room_of_its_file(name: str) -> None:
     limit = 1.05 if scheme.inputs or scheme.bits > 4 else 1.06
     limit *= max(1, 4.5 / (scheme.bits + 0.5))
     assert packed_bytes([held] * 2, 1024) <= limit * in_file, (held, in_file)
+
+
+@native
+@pytest.mark.parametrize("name", [name for name, kind in FORMATS.items() if kind.held])
+def test_int4_keeps_what_has_4_bits(name: str, tmp_path: Path) -> None:
+    write_quantized(tmp_path, name, num_hidden_layers=1)
+    held, has_8_bits = FORMATS[name].held, FORMATS[name].held in ("int8", "Q8_0", "U8_128")
+    products = plan_for(EngineConfig(model=str(tmp_path), device="cpu", dtype="int4")).products
+    assert held is not None
+    assert (f"in the file's own {held}" in products) == (not has_8_bits)
+    assert ("blocks of 4 bits" in products) == has_8_bits
 
 
 @native

@@ -31,6 +31,8 @@ ZEROED = {"U4_32": 256, "U4_64": 257, "U4_128": 258, "U8_128": 259}
 each 32, 64 or 128 inputs share a scale and the number that means zero."""
 CODES = {**NUMBERS, **ZEROED}
 """Number in the library of each type of blocks."""
+FOUR_BITS = ("Q4_0", "MXFP4", "U4_32", "U4_64", "U4_128")
+"""Types with codes of 4 bits in which quantised safetensors are held."""
 _FITTED = {"Q4_K": (256, 144), "Q4_1": (32, 20)}
 """Number of inputs and of bytes of a block, of the types that `fitted` makes."""
 _FLOATS = 0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from infer.errors import LoadError
-from infer.kernels.blocks import BlockWeight, panel_kinds
+from infer.kernels.blocks import BlockWeight, fitted_bytes, panel_kinds
 from infer.models.gguf_blocks import HELD_AS, as_held, held_kind, numbers, readable_types
 from infer.models.gguf_families import (
     ARCHITECTURES,
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
     from infer.models.weights import BlockReader, WeightSource
 
+_TABLES = ("token_embd.weight", "output.weight", "position_embd.weight")
+"""Matrices with a row for each token or position, which int4 does not change."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE_FACTORS = {
     "short_factor": "rope_factors_short.weight",
@@ -115,6 +117,18 @@ class GGUFFile:
             if len(tensor.shape) == 2 and (kind := self._held_kind(tensor)) is not None:
                 sizes[kind] += tensor.num_elements
         return [kind for kind, _ in sizes.most_common()]
+
+    @property
+    def is_near_int4(self) -> bool:
+        """Whether int4 would take at least seven eighths of the bytes of the layers' blocks."""
+        own = in_int4 = 0.0
+        for name, tensor in self._tensors.items():
+            is_layer = len(tensor.shape) == 2 and name not in _TABLES
+            if is_layer and (kind := self._held_kind(tensor)) is not None:
+                size = KINDS[kind]
+                own += tensor.num_elements * size.block_bytes / size.block
+                in_int4 += tensor.num_elements * fitted_bytes(tensor.shape[-1])
+        return in_int4 >= own * 7 / 8
 
     def block_reader(self, *, planned: bool = False) -> BlockReader:
         """A function that reads the weights of a linear layer in blocks.

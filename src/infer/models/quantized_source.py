@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from infer.errors import LoadError
-from infer.kernels.blocks import BlockWeight, panel_kinds
+from infer.kernels.blocks import FOUR_BITS, BlockWeight, panel_kinds
 from infer.kernels.int8_weight import Int8Weight
 from infer.models.model_config import ModelConfig
 from infer.models.quantization import INT8, WIDENED, Quantization, Scheme
@@ -86,6 +86,11 @@ class QuantizedFiles:
         """The forms in which weights can be held, the usual one first."""
         found = [scheme.held() for scheme in self._quantization.schemes]
         return tuple(dict.fromkeys(kind for kind in found if kind is not None))
+
+    @property
+    def is_near_int4(self) -> bool:
+        """Whether all layers that are quantised have about 4 bits for a weight."""
+        return bool(self.kinds) and all(kind in FOUR_BITS for kind in self.kinds)
 
     def source(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
         """A source of the tensors, widened to `dtype`.

@@ -51,6 +51,8 @@ class CheckpointBlocks:
     """reads weights in blocks"""
     plan: BlockReader
     """gives their types and shapes only"""
+    is_near_int4: bool
+    """whether int4 would hardly be smaller"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +140,7 @@ def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
             text=lambda: text_files(file.metadata, str(path)),
             defaults=lambda: defaults_of_gguf(file.metadata),
             source=dummy_source if dummy else file.source,
-            blocks=CheckpointBlocks(kinds, file.block_reader(), file.block_reader(planned=True))
-            if kinds
-            else None,
+            blocks=_blocks_of(file, kinds),
         )
     # With random weights any tokenizer will do, so a folder without one gets the shipped one.
     borrows = dummy and not (path / "tokenizer.json").is_file()
@@ -158,14 +158,15 @@ def _open(path: Path, name: str, dummy: bool) -> Checkpoint:
         text=lambda: read_text_files(SHIPPED_FOLDER if borrows else path),
         defaults=lambda: read_defaults(path),
         source=dummy_source if dummy else source,
-        blocks=_quantized_blocks(quantized),
+        blocks=None if quantized is None else _blocks_of(quantized, quantized.kinds),
     )
 
 
-def _quantized_blocks(files: QuantizedFiles | None) -> CheckpointBlocks | None:
-    if files is None or not files.kinds:
+def _blocks_of(files: GGUFFile | QuantizedFiles, kinds: tuple[str, ...]) -> CheckpointBlocks | None:
+    if not kinds:
         return None
-    return CheckpointBlocks(files.kinds, files.block_reader(), files.block_reader(planned=True))
+    readers = files.block_reader(), files.block_reader(planned=True)
+    return CheckpointBlocks(kinds, *readers, files.is_near_int4)
 
 
 @contextlib.contextmanager
@@ -186,12 +187,16 @@ def chosen_blocks(
 ) -> CheckpointBlocks | None:
     """The blocks in which the linear layers hold their weights.
 
-    None: the settings ask for a dtype, the file has none, or there are no kernels for them.
+    None: the settings ask for a dtype, the file has none, or there are no kernels for them. With
+    int4 blocks are kept that are about as small: rounded a second time, they would lose more than
+    they gain.
     """
-    is_open = config.dtype == "auto" and config.quantization is None
-    if not is_open or device.type != "cpu" or native_obstacle() is not None:
+    found = checkpoint.blocks
+    if found is None or device.type != "cpu" or native_obstacle() is not None:
         return None
-    return checkpoint.blocks
+    if config.weight_format == "int4":
+        return found if found.is_near_int4 else None
+    return found if config.dtype == "auto" and config.quantization is None else None
 
 
 def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:

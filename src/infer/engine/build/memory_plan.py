@@ -261,7 +261,7 @@ def make_plan(
     return MemoryPlan(
         model=name,
         device=device.type,
-        dtype=config.weight_format or dtype,
+        dtype=dtype if config.weight_format is None or weights.kinds else config.weight_format,
         products=_products(config, model, dtype, device, weights),
         positions=model.rope_choice(cache.max_seq_len),
         num_parameters=weights.num_parameters,
@@ -299,7 +299,8 @@ def _products(
         return ""
     if model.num_parameters is not None:
         return f"transformers' own, in {dtype}"
-    return products(dtype, config.weight_format, weights.block_forms)
+    why = ["int4 would hardly be smaller"] * bool(weights.kinds and config.weight_format)
+    return products(dtype, config.weight_format, [*weights.block_forms, *why])
 
 
 def _check_max_seq_len(config: EngineConfig, model: ModelConfig) -> None:
