@@ -88,6 +88,12 @@ def test_steps_are_told_by_keyboard_and_pointer(reader: Reader, url: str) -> Non
     with asked(url, 1, 40):
         pass
     reader.until(f"{ENDED} === 1")
+    # What is shown is a little behind what has been heard of.
+    steps = "view.history.replica(view.replica).steps.at"
+    reader.until(
+        f"(() => {{ const view = document.querySelector('engine-view');"
+        f" return view._until > {steps}.at(-1); }})()"
+    )
     page.focus(".engine-picture")
     page.keyboard.press("ArrowLeft")
     reader.until("document.querySelector('.engine-step').textContent.includes('Step ')")

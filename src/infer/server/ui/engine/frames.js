@@ -3,21 +3,25 @@
  * Where the browser runs on the machine of the engine, a picture takes time from what it shows. So pictures get a share
  * of the machine's processors at most: each is measured, and what it costs sets the pause behind it. */
 
+/** Whether this browser probably has the engine's processors. */
+const isNear = /^(localhost$|127\.|\[::1\]$)/.test(location.hostname);
+const cores = navigator.hardwareConcurrency || 2;
+
 const CALM_MS = 1000;
-/** Longest pause between two pictures, however dear they are, in milliseconds. */
-const MOST_MS = 1000;
+/** Longest pause between two pictures, however dear they are, in milliseconds. Without a GPU and beside a busy engine one
+ * takes 10 ms of both processors, since the engine's threads wait for each other. */
+const MOST_MS = isNear ? 4000 : 1000;
 /** What a picture costs in all, by what it costs on this thread: others raster, compose and show it. Measured in a
  * browser without a GPU. */
 const IN_ALL = 1.5;
 /** Pictures whose cost is remembered: the median of so many does not mind a pause of the machine. */
 const NUM_COSTS = 5;
 
-/** Whether this browser probably has the engine's processors. */
-const isNear = /^(localhost$|127\.|\[::1\]$)/.test(location.hostname);
-/** Time that pictures may take, by the time that passes: of a near engine's processors 1 %, else a quarter of one. */
-export const SHARE = isNear ? 0.01 * (navigator.hardwareConcurrency || 2) : 0.25;
+/** Time that pictures may take, by the time that passes: of a near engine's processors 0.4 %, which costs it twice that, else a
+ * quarter of one. */
+export const SHARE = isNear ? 0.004 * cores : 0.25;
 /** How often what is shown is fetched, in milliseconds: each piece of a stream costs as much as a small picture. */
-export const FETCH_MS = isNear ? 500 : 100;
+export const FETCH_MS = isNear ? (cores <= 4 ? 1000 : 500) : 100;
 
 export class Frames {
   /** @param {() => void} draw @param {number} everyMs shortest pause between two calls; a second for readers who want less

@@ -11,6 +11,9 @@ import { modelOf } from "../lib/request.js";
 import { copyText } from "../lib/text_view.js";
 import { speech } from "../lib/speech.js";
 
+/** Lines of one's own text that are surely in sight (message.css: 24rem), and characters of the narrowest line. */
+const LINES_IN_SIGHT = 14, CHARACTERS_A_LINE = 30;
+
 /** @typedef {import("../lib/records.js").Message} Message */
 
 class ChatMessage extends PageElement {
@@ -110,10 +113,18 @@ class ChatMessage extends PageElement {
       ${message.role === "tool" ? html`<p class="quiet small">${t("tool.result")}</p>` : nothing}
       ${this._files()}
       ${this.editing ? this._editor() : isOwn || message.role === "tool"
-        ? html`<div class="own-text" dir="auto">${message.content}</div>` : this._answer(message)}
+        ? this._ownText(message) : this._answer(message)}
       ${this.editing ? nothing : this._acts(message)}
       ${this._panel(message)}
     </article>`;
+  }
+
+  /** What was sent. Text that may be cut at its greatest height scrolls, so it takes the focus of the keyboard.
+   * @param {Message} message */
+  _ownText(message) {
+    const isLong = message.content.length / CHARACTERS_A_LINE + message.content.split("\n").length > LINES_IN_SIGHT;
+    return html`<div class="own-text" dir="auto" tabindex=${isLong ? 0 : nothing} role=${isLong ? "group" : nothing}
+      aria-label=${isLong ? t(`role.${message.role}`) : nothing}>${message.content}</div>`;
   }
 
   /** @param {Message} message */
