@@ -49,11 +49,11 @@ ROUNDS = """async (count) => {
     const made = { name: "docs__find", arguments: "{}" };
     const call = { id: `call-${i}`, type: "function", function: made };
     add("assistant", { toolCalls: [call], finish: "tool_calls" });
-    if (i < count) add("tool", { content: "found", toolCallId: call.id });
+    if (i < count) add("tool", { content: "1", toolCallId: call.id });
   }
   chats.dispatchEvent(new Event("change"));
 }"""
-"""shows a conversation with so many rounds of calls"""
+"""shows a conversation with so many rounds of calls, which the shipped model's 2,048 tokens hold"""
 
 
 @pytest.fixture(scope="module")

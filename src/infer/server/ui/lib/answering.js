@@ -3,7 +3,7 @@
 import { ApiError, askJson, server } from "./api.js";
 import { Generation } from "./generation.js";
 import { newId, titleOf } from "./records.js";
-import { chatBody, completionBody, modelOf, parsed, streaming } from "./request.js";
+import { chatBody, completionBody, modelOf, parsed, roomOf, streaming } from "./request.js";
 import { recall } from "./local.js";
 import { t } from "./i18n.js";
 
@@ -217,7 +217,7 @@ export class Answering extends EventTarget {
     const path = tree.path();
     this.errors.delete(conversation.id);
     const before = { ...conversation.chosen };
-    const room = server.models.find((each) => each.id === modelOf(conversation))?.max_model_len ?? 2048;
+    const room = roomOf(modelOf(conversation)) ?? 2048;
     const asked = { ...path[0], content: t("summary.asked"), files: undefined };
     const body = {
       ...chatBody({ ...conversation, tools: "", schema: "", forgets: true }, [...path, asked]), ...streaming(true),

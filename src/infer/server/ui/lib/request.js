@@ -84,6 +84,11 @@ export function modelOf(conversation) {
   return server.models.some((each) => each.id === wanted) ? wanted : server.current?.id ?? "";
 }
 
+/** How many tokens a model reads and writes together; null: it does not say. @param {string | undefined} model */
+export function roomOf(model) {
+  return server.models.find((each) => each.id === model)?.max_model_len ?? null;
+}
+
 /** The fields of a body that the settings give. @param {Conversation} conversation */
 export function samplingOf(conversation) {
   /** @type {Record<string, any>} */
@@ -157,7 +162,7 @@ export function streaming(isStreamed) {
 export function completionBody(conversation, ids, model, numMade) {
   const { max_tokens: chosen, reasoning_effort: _, ...sampling } = samplingOf(conversation);
   const most = chosen ?? fieldOf("max_tokens", model)?.default;
-  const room = server.models.find((each) => each.id === model)?.max_model_len ?? ids.length + 256;
+  const room = roomOf(model) ?? ids.length + 256;
   const left = Math.max(1, room - ids.length);
   return { model, prompt: ids, ...sampling, max_tokens: Math.max(1, Math.min(most ? most - numMade : left, left)) };
 }

@@ -9,6 +9,7 @@ import { NUM_ANSWERS } from "../lib/answering.js";
 import { glyphs } from "../lib/glyphs.js";
 import { number, size, t } from "../lib/i18n.js";
 import { plainLine } from "../lib/records.js";
+import { modelOf, roomOf } from "../lib/request.js";
 
 /** Milliseconds without typing after which the prompt is measured. */
 const MEASURE_MS = 400;
@@ -163,7 +164,8 @@ class ChatComposer extends PageElement {
     const isRefused = chats.errors.get(chats.current?.id ?? "")?.code === "context_length_exceeded";
     if (!isRefused && !this._isTooLong()) return nothing;
     const hasMore = Boolean(chats.tree?.byId.size);
-    return html`<div class="full row small" role="alert"><span class="grow">${t(hasMore ? "composer.full" : "composer.long", { limit: this.meter?.limit ?? 0 })}</span>
+    const limit = this.meter?.limit ?? (chats.current && roomOf(modelOf(chats.current))) ?? "";
+    return html`<div class="full row small" role="alert"><span class="grow">${t(hasMore ? "composer.full" : "composer.long", { limit })}</span>
       ${hasMore ? html`<button class="plain" @click=${async () => { await chats.forget(); await this._measure(); this._send(); }}>${t("act.forget")}</button>
       <button class="plain" ?disabled=${this.isBusy} @click=${() => chats.summarise().then(() => this._measureSoon())}>${t("act.summarise")}</button>` : nothing}</div>`;
   }

@@ -7,7 +7,7 @@ import { glyphs } from "../lib/glyphs.js";
 import { server } from "../lib/api.js";
 import { duration, number, rate, size, t } from "../lib/i18n.js";
 import { plainLine, speedOf } from "../lib/records.js";
-import { modelOf } from "../lib/request.js";
+import { modelOf, roomOf } from "../lib/request.js";
 import { copyText } from "../lib/text_view.js";
 import { speech } from "../lib/speech.js";
 
@@ -160,7 +160,7 @@ class ChatMessage extends PageElement {
 
   /** @param {Message} message */
   _limit({ figures }) {
-    return server.models.find((each) => each.id === figures?.model)?.max_model_len ?? 0;
+    return roomOf(figures?.model) ?? 0;
   }
 
   /** Whether an answer ended because the context was full. @param {Message} message */
