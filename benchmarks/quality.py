@@ -18,11 +18,9 @@ import contextlib
 import functools
 import json
 import math
-import random
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -42,7 +40,8 @@ from infer.models.hub import locate
 from infer.text.tokenizer import Tokenizer
 
 sys.path += [str(Path(__file__).parent.parent / "training"), str(Path(__file__).parent / "peers")]
-from files import PEERS, theirs
+from files import PEERS, ours, theirs
+from run import Worker
 
 from grammar import documents
 
@@ -184,7 +183,7 @@ class Ours:
         settings = self._stack.enter_context(settings_of(model, name, folder))
         self.num_bytes = plan_for(EngineConfig(**settings)).weight_bytes
         config = find_checkpoint(settings["model"]).config
-        self._vocab_size, self._made = config.vocab_size, random.Random(1)
+        self._vocab_size = config.vocab_size
         room = min(config.max_seq_len, max(width, sum(SPEED_TOKENS)) + 8)
         llm = LLM(**settings, max_seq_len=room, max_batch_size=32)
         self._llm = self._stack.enter_context(llm)
@@ -199,51 +198,21 @@ class Ours:
 
     def rate(self, count: int) -> float:
         """Tokens per second of so many streams, with prompts that are new each time."""
-        length, num_tokens = SPEED_TOKENS
-        prompts = [self._made.choices(range(100, self._vocab_size), k=length) for _ in range(count)]
-        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-        started = time.perf_counter()
-        self._llm.generate(prompts, params, use_tqdm=False)
-        return count * num_tokens / (time.perf_counter() - started)
+        return ours(self._llm, count, *SPEED_TOKENS, vocab_size=self._vocab_size)
 
     def close(self) -> None:
         self._stack.close()
 
 
-class Process:
-    """A peer in a process of its own environment; it answers jobs of JSON, one in each line."""
-
-    def __init__(self, *command: str | Path) -> None:
-        self._process = subprocess.Popen(
-            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True, encoding="utf-8",
-        )  # fmt: skip
-
-    def read(self) -> Any:
-        assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
-            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()}")
-        return json.loads(line)
-
-    def ask(self, **job: Any) -> Any:
-        """The answer to one job."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return self.read()
-
-    def scores(self, windows: Sequence[Sequence[int]]) -> Scores:
-        found = [self.ask(score=list(ids)) for ids in windows]
-        return Scores(
-            np.concatenate([each["logprobs"] for each in found]),
-            np.concatenate([each["best"] for each in found]),
-        )
-
-    def close(self) -> None:
-        self._process.communicate()
+def joined(answers: Sequence[dict[str, Any]]) -> Scores:
+    """What a peer has said of each window."""
+    return Scores(
+        np.concatenate([each["logprobs"] for each in answers]),
+        np.concatenate([each["best"] for each in answers]),
+    )
 
 
-class Llama(Process):
+class Llama:
     """llama.cpp with a GGUF file: peers/score_llamacpp.py, and for its speed its own program, which
     is built for this machine."""
 
@@ -255,34 +224,54 @@ class Llama(Process):
             self._file = self._stack.enter_context(rewritten(model, name, folder))
         self.num_bytes = self._file.stat().st_size
         script = HERE / "peers/score_llamacpp.py"
-        super().__init__(given.llamacpp_python, script, self._file, str(given.window + 2))
+        command = [str(given.llamacpp_python), str(script), str(self._file), str(given.window + 2)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            text=True, encoding="utf-8",
+        )  # fmt: skip
+
+    def _ask(self, **job: Any) -> Any:
+        """The answer to one job of the protocol in the script."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            raise RuntimeError(f"{self._process.args!r} ended with {self._process.wait()}")
+        return json.loads(line)
+
+    def scores(self, windows: Sequence[Sequence[int]]) -> Scores:
+        return joined([self._ask(score=list(ids)) for ids in windows])
 
     def rate(self, count: int) -> float:
         return theirs(str(self._file), count, *SPEED_TOKENS)
 
     def close(self) -> None:
-        super().close()
+        self._process.communicate()
         self._stack.close()
 
 
-class Folder(Process):
+class Folder:
     """An engine that reads a folder of safetensors: its worker in peers/."""
 
-    def __init__(self, engine: str, name: str, folder: Path) -> None:
+    def __init__(self, engine: str, name: str, folder: Path, log: Path) -> None:
         """`folder`: the same numbers as those of the model (peers/unpack_gguf.py)."""
-        python = Path(sys.executable) if engine == "hf" else PEERS / engine / "bin/python"
-        super().__init__(python, HERE / f"peers/worker_{engine}.py", folder, name)
-        self.read()
-        self._seed = 0
+        self._worker, self._seed = Worker(f"{engine}:{name}", folder, PEERS, log), 0
         export = folder.with_name(f"{folder.name}-openvino-{name.partition('-')[0]}")
         files = export.glob("*model.bin") if engine == "openvino" else folder.glob("*.safetensors")
         self.num_bytes = sum(file.stat().st_size for file in files)
+
+    def scores(self, windows: Sequence[Sequence[int]]) -> Scores:
+        return joined([self._worker.ask({"score": list(ids)}) for ids in windows])
 
     def rate(self, count: int) -> float:
         self._seed += 1
         length, num_tokens = SPEED_TOKENS
         job = {"num_requests": count, "input_len": length, "output_len": num_tokens}
-        return count * num_tokens / float(self.ask(**job, seed=self._seed)["seconds"])
+        return count * num_tokens / self._worker.run(job | {"seed": self._seed})
+
+    def close(self) -> None:
+        self._worker.close()
 
 
 def peer(engine: str, name: str, given: argparse.Namespace, folder: Path) -> Llama | Folder:
@@ -291,7 +280,8 @@ def peer(engine: str, name: str, given: argparse.Namespace, folder: Path) -> Lla
         return Llama(given.model, name, given, folder)
     if given.folder is None:
         raise SystemExit(f"{engine} reads no GGUF file: --folder names the same as safetensors")
-    return Folder(engine, name, given.folder.resolve())
+    log = (given.json or Path("quality.json")).with_suffix(f".{engine}-{name}.log")
+    return Folder(engine, name, given.folder.resolve(), log)
 
 
 def speeds_of(engine: Ours | Llama | Folder) -> tuple[float, ...]:

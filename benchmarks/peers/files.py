@@ -56,9 +56,9 @@ def theirs(
     return num * (int(record["tg"]) + 1) / float(record["t"])
 
 
-def ours(llm: LLM, num: int, input_len: int, output_len: int) -> float:
+def ours(llm: LLM, num: int, input_len: int, output_len: int, *, vocab_size: int = 20_000) -> float:
     """The same of our engine, with prompts that are new each time."""
-    prompts = [[random.randrange(100, 20_000) for _ in range(input_len)] for _ in range(num)]
+    prompts = [[random.randrange(100, vocab_size) for _ in range(input_len)] for _ in range(num)]
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
     begin_s = time.perf_counter()
     llm.generate(prompts, params, use_tqdm=False)

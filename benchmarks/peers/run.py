@@ -84,12 +84,16 @@ class Worker:
 
     def run(self, job: Job) -> float:
         """The seconds of one job."""
+        return float(self.ask(job)["seconds"])
+
+    def ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one job of the protocol in worker.py."""
         self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
-        seconds = self._read()["seconds"]
+        answer = self._read()
         self._signal(signal.SIGSTOP)
-        return seconds
+        return answer
 
     def close(self) -> None:
         """End the process and those that it has started."""

@@ -61,8 +61,7 @@ class Scorer:
     def score(self, job: dict) -> dict:
         ids = job["score"]
         logits = self._logits(ids)[:-1]
-        best, gaps = zip(*map(_best_of, logits), strict=True)
-        return scores_of(logits, ids) | {"best": best, "gaps": gaps}
+        return scores_of(logits, ids) | {"gaps": [_best_of(row)[1] for row in logits]}
 
     def greedy(self, job: dict) -> dict:
         ids = list(job["greedy"])

@@ -41,7 +41,8 @@ def prompts_of(job: dict[str, Any], vocab_size: int) -> Prompts:
 def serve(load: Callable[[], Complete | tuple[Complete, Score]], needs_warmup: bool = True) -> None:
     """Load, report it, then answer each job with its seconds and its number of output tokens.
 
-    `timed` makes what `load` returns from a function that only completes.
+    `load` returns `complete`, which `timed` makes of a function that only completes, or it and a
+    function that scores a text.
     """
     protocol = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -90,7 +90,7 @@ class QuantizedFiles:
     @property
     def is_near_int4(self) -> bool:
         """Whether all layers that are quantised have about 4 bits for a weight."""
-        return bool(self.kinds) and all(kind in FOUR_BITS for kind in self.kinds)
+        return set(self.kinds) <= set(FOUR_BITS)
 
     def source(self, dtype: torch.dtype, device: torch.device) -> WeightSource:
         """A source of the tensors, widened to `dtype`.
