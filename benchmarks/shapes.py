@@ -4,7 +4,8 @@
 does. `python benchmarks/shapes.py NAME FOLDER` does it from the command line. `write_config` leaves
 the weights out; `infer plan` and `--load-format dummy` need no more. The weights are scaled so that
 activations stay near one. The tokenizer is the shipped one, and every id beyond its vocabulary is a
-word of its own, because ids without text would stream nothing.
+word of its own, because ids without text would stream nothing. `--quantized` writes the decoder's
+matrices in a format of `tests.support.quantized_files`, such as W8A8.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from infer.models.hub import SHIPPED_FOLDER
 from infer.models.model import build_model
 from infer.models.registry import parse_model_config
 from infer.models.weights import WeightSource, dummy_source
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.support.quantized_files import FORMATS
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -89,6 +95,24 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 SHAPES |= {
+    "phi-4-mini": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "vocab_size": 200064,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+    },
     "qwen3-1.7b": SHAPES["qwen3-0.6b"] | {"hidden_size": 2048, "intermediate_size": 6144},
     "llama-3.2-3b": SHAPES["llama-3.2-1b"]
     | {
@@ -134,11 +158,18 @@ def write_config(folder: Path, name: str) -> None:
     )
 
 
-def write(folder: Path, name: str, shard_bytes: int = 10**9) -> None:
-    """Write a checkpoint of the named shape, unless it is there."""
+def write(folder: Path, name: str, shard_bytes: int = 10**9, quantized: str | None = None) -> None:
+    """Write a checkpoint of the named shape, unless it is there.
+
+    `quantized`: a key of `FORMATS`; None: in bfloat16.
+    """
     if (folder / "model.safetensors.index.json").is_file():
         return
     write_config(folder, name)
+    if quantized:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["quantization_config"] = dict(FORMATS[quantized].config)
+        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     names = tensor_shapes(SHAPES[name])
     source = dummy_source(torch.bfloat16, torch.device("cpu"))
     shards: list[list[str]] = [[]]
@@ -153,10 +184,24 @@ def write(folder: Path, name: str, shard_bytes: int = 10**9) -> None:
     weight_map = {}
     for i, members in enumerate(shards, 1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
-        save_file({t: source.take(t, names[t]) for t in members}, folder / file)
-        weight_map.update(dict.fromkeys(members, file))
+        tensors: dict[str, Tensor] = {}
+        for tensor in members:
+            tensors |= written(tensor, source.take(tensor, names[tensor]), quantized)
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(tensors, file))
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def written(name: str, weight: Tensor, quantized: str | None) -> dict[str, Tensor]:
+    """A weight as its file has it. Embeddings, heads and norms are not quantised."""
+    if not quantized or weight.dim() != 2 or ".layers." not in name:
+        return {name: weight}
+    tensors, _ = FORMATS[quantized].write(weight)
+    return {
+        f"{name.removesuffix('.weight')}.{part}": tensor.contiguous()
+        for part, tensor in tensors.items()
+    }
 
 
 def tensor_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -178,8 +223,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=SHAPES)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--quantized", choices=FORMATS, help="a format of quantised files")
     options = parser.parse_args()
-    write(options.folder, options.name)
+    write(options.folder, options.name, quantized=options.quantized)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,14 @@ class LinearLayer {
   LinearLayer& operator=(const LinearLayer&) = delete;
   ~LinearLayer() { infer_linear_free(layer_); }
   long width() const { return shape_.gate ? shape_.N / 2 : shape_.N; }
+  // The weight as it was given, [N, K].
+  std::vector<uint16_t> columns() const {
+    std::vector<int64_t> every((size_t)shape_.N);
+    for (long n = 0; n < shape_.N; ++n) every[(size_t)n] = n;
+    std::vector<uint16_t> y((size_t)(shape_.N * shape_.K));
+    infer_linear_columns(layer_, every.data(), shape_.N, y.data(), 2);
+    return y;
+  }
   std::vector<uint16_t> operator()(const uint16_t* x, long M, const uint16_t* residual, int threads) const {
     std::vector<uint16_t> y((size_t)(M * width()));
     infer_linear(layer_, x, shape_.K, residual, (char*)y.data(), M, threads);
@@ -216,6 +224,8 @@ void check_linear(const char* isa, const LinearShape& s, Extent extent) {
   if (s.bits < 16 && s.gate != 1 && s.gate != 2)
     check(all == reference(x.data(), most, nullptr, 2), "%s: K %ld N %ld bits %d norm %d: not what portable gives", isa,
           s.K, s.N, s.bits, s.with_norm);
+  if (s.bits == 16 && !s.gate)
+    check(layer.columns() == weight, "%s: K %ld N %ld: columns are not the weight", isa, s.K, s.N);
   for (const long M : {1L, 2L, 3L, 5L, 7L, 13L, 16L, 17L, 32L, 33L, 64L, 70L}) {
     if (M > most) break;
     const long first = (M * 7) % (most - M + 1);
@@ -270,13 +280,13 @@ std::vector<uint8_t> random_blocks(const BlockShape& s, long count, uint64_t see
 
 class BlockLayer {
  public:
-  BlockLayer(const char* isa, const BlockShape& s, long N, long K, const std::vector<uint8_t>& rows)
+  BlockLayer(const char* isa, const BlockShape& s, long N, long K, const std::vector<uint8_t>& rows, long row_bytes = 0)
       : N_(N),
         K_(K),
         types_((size_t)((N + 31) / 32), s.type),
         packed_((N + 31) / 32 * infer_blocks_panel_bytes(s.type, K)) {
     layer_ = infer_linear_new(isa, packed_.at, N, K, 8, 0, 0, 0, nullptr, nullptr, 0, types_.data());
-    infer_linear_pack_blocks(layer_, rows.data(), s.type, N, K / s.inputs * s.bytes, 0, 2);
+    infer_linear_pack_blocks(layer_, rows.data(), s.type, N, row_bytes ? row_bytes : K / s.inputs * s.bytes, 0, 2);
   }
   BlockLayer(const BlockLayer&) = delete;
   BlockLayer& operator=(const BlockLayer&) = delete;
@@ -323,6 +333,22 @@ void check_blocks(const char* isa, const BlockShape& s, Extent extent) {
       squares += value * value, errors += std::pow(to_float(all[(size_t)(m * N + n)]) - value, 2);
     }
   check(errors <= 0.03 * 0.03 * squares && squares > 0, "%s: blocks of type %d: error %g of %g", isa, s.type,
+        std::sqrt(errors), std::sqrt(squares));
+}
+
+// Weights of any width that are made into blocks are read back, and nothing behind them is written.
+void check_fitted(const char* isa, const BlockShape& s, long K) {
+  const long N = 35, row_bytes = (K + s.inputs - 1) / s.inputs * s.bytes;
+  const std::vector<uint16_t> weight = random_bfloat16(N * K, 1, 31 + (uint64_t)K);
+  std::vector<uint8_t> rows((size_t)(N * row_bytes));
+  infer_fit_blocks(s.type, weight.data(), K, N, K, rows.data(), 2);
+  const std::vector<uint16_t> found = BlockLayer(isa, s, N, K, rows, row_bytes).weights();
+  double squares = 0, errors = 0;
+  for (size_t i = 0; i < weight.size(); ++i) {
+    squares += std::pow(to_float(weight[i]), 2);
+    errors += std::pow(to_float(found[i]) - to_float(weight[i]), 2);
+  }
+  check(errors <= 0.12 * 0.12 * squares, "%s: %ld inputs in blocks of type %d: error %g of %g", isa, K, s.type,
         std::sqrt(errors), std::sqrt(squares));
 }
 
@@ -655,6 +681,9 @@ void check_all(const char* isa, Extent extent) {
       if (extent == ALL) check_linear(isa, {K, N - 1, bits, 0, true, true}, extent);
     }
   for (const BlockShape& s : BLOCK_SHAPES) check_blocks(isa, s, extent);
+  for (const long K : {1L, 33L, 40L, 48L, 80L, 300L})
+    for (const BlockShape& s : BLOCK_SHAPES)
+      if (s.type == 3 || s.type == 12) check_fitted(isa, s, K);
   for (const int element : {4, 2, 1})
     for (const int D : {64, 128, 256, 40, 8}) {
       if (element == 1 && D < 64) continue;

@@ -13,14 +13,14 @@ from gguf import GGMLQuantizationType as Q
 from torch import Tensor
 
 from infer.kernels import loader
-from infer.kernels.blocks import NUMBERS, ZEROED, BlockWeight, convert, packed_bytes
+from infer.kernels.blocks import NUMBERS, ZEROED, BlockWeight, convert, fitted, packed_bytes
 from infer.kernels.invariance import batch_invariance_problem
 from infer.kernels.linear import (
     PRODUCT_ONLY,
-    BlockEmbedding,
     Fusion,
     NativeLinear,
     Norm,
+    PackedEmbedding,
     make_linear,
 )
 from infer.models.gguf_reader import KINDS
@@ -189,11 +189,29 @@ def test_types_that_no_panel_holds_are_refused() -> None:
 @pytest.mark.parametrize(("kind", "n", "k"), CASES)
 def test_an_embedding_looks_up_the_numbers_of_the_file(kind: str, n: int, k: int) -> None:
     weight, numbers = made(kind, n, k)
-    embedding = BlockEmbedding(weight)
+    embedding = PackedEmbedding(weight)
     tokens = torch.arange(n).flip(0)
     assert torch.equal(embedding.index_select(0, tokens), numbers.flip(0).bfloat16())
     head, x = embedding.tied_head(PRODUCT_ONLY), inputs(3, k)
     assert torch.equal(head(x), NativeLinear([weight])(x))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("width", [1, 33, 40, 48, 80, 112, 300])
+def test_columns_of_any_width_end_where_they_end(width: int) -> None:
+    """Blocks hold more numbers than a row of such a width has."""
+    weight = torch.randn((40, width), generator=torch.Generator().manual_seed(width)).bfloat16()
+    layer = NativeLinear([fitted(weight)])
+    wanted = torch.arange(40)
+    room = torch.full((41, width), 7.0, dtype=torch.bfloat16)
+    loader.loaded().infer_linear_columns(
+        layer.handle, wanted.data_ptr(), len(wanted), room.data_ptr(), 2
+    )
+    assert (room[40:] == 7.0).all()
+    assert torch.equal(room[:40], layer.columns(wanted))
+    apart = torch.cat([layer.columns(one) for one in wanted.split(1)])
+    assert torch.equal(room[:40], apart)
+    assert (apart.float() - weight.float()).norm() <= 0.12 * weight.float().norm()
 
 
 @pytest.mark.usefixtures("isa")

@@ -13,7 +13,14 @@ from infer.config import EngineConfig
 from infer.engine.build import assemble
 from infer.kernels import linear, loader, native
 from infer.kernels.invariance import batch_invariance_problem, linears
-from infer.kernels.linear import NativeLinear, PackedLinear, PlainLinear, make_linear
+from infer.kernels.linear import (
+    PRODUCT_ONLY,
+    NativeLinear,
+    PackedEmbedding,
+    PackedLinear,
+    PlainLinear,
+    make_linear,
+)
 from infer.models.model import build_model
 from infer.models.registry import parse_model_config
 from infer.models.weights import dummy_source
@@ -72,6 +79,23 @@ def test_a_row_is_the_same_in_any_company(isa: str, k: int, n: int, bias: bool) 
             first = num_rows * 7 % (600 - num_rows)
             some = product(x[first : first + num_rows])
             assert torch.equal(some, alone[first : first + num_rows]), (threads, num_rows)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize(("k", "n", "bias"), SHAPES)
+def test_an_embedding_shares_the_memory_of_the_head_tied_to_it(k: int, n: int, bias: bool) -> None:
+    weight, _ = layer(k, n, bias)
+    embedding = PackedEmbedding(weight)
+    for tokens in (
+        torch.arange(n).flip(0),
+        torch.tensor([n - 1]),
+        torch.empty(0, dtype=torch.int64),
+    ):
+        assert torch.equal(embedding.index_select(0, tokens), weight[tokens])
+    head, x = embedding.tied_head(PRODUCT_ONLY), rows(33, k)
+    assert isinstance(head, NativeLinear)
+    assert head.packed.data_ptr() == embedding.packed.data_ptr()
+    assert torch.equal(head(x), NativeLinear([weight])(x))
 
 
 @pytest.mark.usefixtures("isa")

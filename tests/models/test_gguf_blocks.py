@@ -24,7 +24,7 @@ from infer.engine.build.planner import plan_for
 from infer.errors import LoadError
 from infer.kernels.blocks import NUMBERS
 from infer.kernels.invariance import linears
-from infer.kernels.linear import BlockEmbedding, NativeLinear
+from infer.kernels.linear import NativeLinear, PackedEmbedding
 from infer.kernels.native import native_obstacle
 from infer.models.gguf_blocks import as_held, held_kind, numbers
 from infer.models.gguf_file import GGUFFile
@@ -89,7 +89,7 @@ def test_blocks_are_kept_by_default(mixed: Path) -> None:
     with LLM(str(mixed), max_seq_len=128) as llm:
         runner: Any = llm.core.runner
         model: Any = runner.model
-        assert isinstance(model.embedding, BlockEmbedding)
+        assert isinstance(model.embedding, PackedEmbedding)
         assert {type(layer) for layer in linears(model)} == {NativeLinear}
         assert model.stack is not None
         (answer,) = llm.generate(["abc"], SamplingParams(max_tokens=8, temperature=0))
@@ -149,7 +149,7 @@ def test_int4_keeps_what_is_about_as_small(case: str, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=12, temperature=0, logprobs=1, ignore_eos=True)
     found = {}
     for dtype in plans:
-        with LLM(str(path), max_seq_len=64, dtype=dtype) as llm:
+        with LLM(str(path), max_seq_len=64, dtype=dtype, kv_cache_dtype="model") as llm:
             (answer,) = llm.generate(["abc"], params)
         assert answer.logprobs is not None
         found[dtype] = [each.logprob for each in answer.logprobs]

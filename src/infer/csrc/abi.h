@@ -181,7 +181,7 @@ void infer_linear_pack_blocks(void* layer, const uint8_t* source, int type, long
 // bytes of a row]. Numbers that are not finite become blocks that are not.
 void infer_fit_blocks(int type, const uint16_t* source, long stride, long rows, long K, uint8_t* y, int threads);
 
-// Weights of some columns of a layer in blocks without a gate: y [count, K], bfloat16.
+// Weights of some columns of a layer in blocks or bfloat16, without a gate: y [count, K], bfloat16.
 void infer_linear_columns(void* layer, const int64_t* columns, long count, uint16_t* y, int threads);
 
 // x [M, K] → y [M, width], y = gate(norm(x) Wᵀ + bias) + residual. Strides in elements; `residual` [M, width of

@@ -1,5 +1,5 @@
-// Weights in the blocks of GGUF files: from a file's rows to panels, and from panels to numbers. blocks.h has both
-// layouts.
+// Weights in the blocks of GGUF files: from a file's rows to panels, and from panels to numbers, also of bfloat16.
+// blocks.h has both layouts of blocks.
 
 #include "blocks.h"
 
@@ -183,7 +183,19 @@ Factors factors_of(const BlockFormat& format, const uint8_t* unit, const uint8_t
   return {once * (float)(int8_t)step[at], 0.f};
 }
 
-// The numbers of one column [K].
+// The numbers of one column [K] of a layer in bfloat16.
+void copy_column(const Layer& layer, long column, uint16_t* to) {
+  const long half = column % SIDE / 16, lane = column % 16;
+  for (long step = 0, k = 0; step < layer.steps; ++step) {
+    const uint16_t* lines = (const uint16_t*)(layer.tiles(column / SIDE, step) + half * TILE) + lane * 2;
+    for (int line = 0; line < 16 && k < layer.K; ++line, lines += 32, k += 2) {
+      to[k] = lines[0];
+      if (k + 1 < layer.K) to[k + 1] = lines[1];
+    }
+  }
+}
+
+// The numbers of one column [K] of a layer in blocks.
 void read_column(const Layer& layer, long column, uint16_t* to) {
   const BlockPanel& panel = layer.panel_blocks[column / SIDE];
   const BlockFormat& format = *panel.format;
@@ -196,7 +208,7 @@ void read_column(const Layer& layer, long column, uint16_t* to) {
     const uint8_t* at = unit + format.head_bytes() + step % format.unit_steps() * format.step_bytes();
     for (int i = 0; i < 64 && k + i < layer.K; i += format.group) {
       const Factors factors = factors_of(format, unit, at, k + i, place.index());
-      for (int j = i; j < i + format.group; ++j) {
+      for (int j = i; j < i + format.group && k + j < layer.K; ++j) {
         const int number = code_of(format, at + format.multiple_bytes(), place, j) - offset;
         to[k + j] = narrowed(factors.of_code * (float)number - factors.minimum);
       }
@@ -229,7 +241,8 @@ struct Reading {
 
 void read_columns(void* data) {
   Reading& r = *(Reading*)data;
-  for (long i; (i = r.next.fetch_add(1)) < r.count;) read_column(r.layer, r.columns[i], r.to + i * r.layer.K);
+  const auto read = r.layer.panel_blocks ? read_column : copy_column;
+  for (long i; (i = r.next.fetch_add(1)) < r.count;) read(r.layer, r.columns[i], r.to + i * r.layer.K);
 }
 
 }  // namespace

@@ -442,7 +442,7 @@ class NativeLinear:
 
     def __init__(
         self,
-        weights: Sequence[Tensor] | Sequence[BlockWeight | Int8Weight],
+        weights: Sequence[Tensor | BlockWeight | Int8Weight],
         bias: Tensor | None = None,
         fusion: Fusion = PRODUCT_ONLY,
         *,
@@ -450,11 +450,12 @@ class NativeLinear:
         rotated: bool = True,
         packed: Tensor | None = None,
     ) -> None:
-        """`weights`: [out_i, in] bfloat16 each, in blocks, or in int8; outputs are concatenated.
+        """`weights`: [out_i, in], all in bfloat16, or all in blocks or int8; outputs are
+        concatenated.
 
         `bits`: a weight in bfloat16 is held in 16 or 8 bits. `rotated`: whether 8 bits are those
         of rotated rows; not for weights that were calibrated for one scale a row. `packed`: the
-        memory of another layer in blocks with the same weights, whose rows are then not read.
+        memory of another layer with the same weights, whose rows are then not read.
         `RuntimeError` with the reason if the kernel cannot run, `ValueError` if a panel would hold
         blocks of two types.
         """
@@ -534,7 +535,7 @@ class NativeLinear:
         )
 
     def columns(self, outputs: Tensor) -> Tensor:
-        """The weights [n, in], bfloat16, of n outputs of a layer in blocks without a gate."""
+        """The weights [n, in], bfloat16, of n outputs, without a gate and not of int8."""
         outputs = outputs.contiguous()
         found = torch.empty((len(outputs), self.in_features), dtype=torch.bfloat16)
         loader.loaded().infer_linear_columns(
@@ -565,22 +566,27 @@ class NativeLinear:
         return out
 
 
-class BlockEmbedding:
-    """An embedding [V, E] that is held in blocks; decoders look tokens up as in a tensor.
+class PackedEmbedding:
+    """An embedding [V, E] as linear layers hold weights; decoders look tokens up as in a tensor.
 
-    A tied output head uses the same memory.
+    It is in blocks, or in bfloat16 where the output head is tied to it, which uses the same memory.
     """
 
     __slots__ = ("_layer", "_weight", "dtype")
 
-    def __init__(self, weight: BlockWeight) -> None:
+    def __init__(self, weight: BlockWeight | Tensor) -> None:
         self.dtype = torch.bfloat16
         self._layer = NativeLinear([weight])
-        self._weight = replace(weight, rows=None)  # not the file's memory, which may go now
+        # Not the file's memory, which may go now.
+        self._weight = (
+            replace(weight, rows=None)
+            if isinstance(weight, BlockWeight)
+            else torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        )
 
     @property
     def packed(self) -> Tensor:
-        """The memory of the blocks in the order of panels."""
+        """The memory in the order of panels."""
         return self._layer.packed
 
     def tied_head(self, fusion: Fusion) -> Linear:

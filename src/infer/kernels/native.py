@@ -73,6 +73,14 @@ def of_head(quantization: str | None) -> str | None:
     return "int8" if quantization == "int4" else quantization
 
 
+def embedding_is_packed(dtype: str, quantization: str | None) -> bool:
+    """Whether an embedding that is not in blocks has one memory with the output head tied to it.
+
+    `quantization`: of the linear layers. A head in int8 has other numbers than the embedding.
+    """
+    return dtype == "bfloat16" and of_head(quantization) is None and native_obstacle() is None
+
+
 def weight_bytes(quantization: str | None, number_bytes: int, width: int) -> float:
     """The size of one weight of a layer with `width` inputs in memory on this machine, in bytes.
 

@@ -22,12 +22,12 @@ from torch import Tensor
 from infer.kernels.layer_stack import LayerParts, attends_through, stack_layers
 from infer.kernels.linear import (
     PRODUCT_ONLY,
-    BlockEmbedding,
     Fusion,
     LayerNorm,
     Linear,
     NativeLinear,
     Norm,
+    PackedEmbedding,
     joined,
     make_linear,
     one_more,
@@ -285,7 +285,10 @@ class Decoder:
         self.config = config
         arrange(source, config)
         vocab, hidden = config.vocab_size, config.hidden_size
-        self.embedding = source.keep_embedding("embed_tokens.weight", (vocab, hidden))
+        is_head = config.tie_embeddings and not config.head_bias
+        self.embedding = source.keep_embedding(
+            "embed_tokens.weight", (vocab, hidden), is_head=is_head
+        )
         scale = config.embedding_scale
         if config.rounds_embedding_scale:
             scale = torch.tensor(scale).to(self.embedding.dtype).item()
@@ -342,7 +345,7 @@ class Decoder:
 def output_head(
     config: ModelConfig,
     source: WeightSource,
-    embedding: Tensor | BlockEmbedding,
+    embedding: Tensor | PackedEmbedding,
     norm: Norm | None,
 ) -> Linear:
     """The linear layer that computes logits, with the final norm in front where one is given.
@@ -352,7 +355,7 @@ def output_head(
     fusion = Fusion(norm=norm, float_out=True)
     bias = source.take("lm_head.bias", (config.vocab_size,)) if config.head_bias else None
     if config.tie_embeddings:
-        if isinstance(embedding, BlockEmbedding) and bias is None:
+        if isinstance(embedding, PackedEmbedding) and bias is None:
             return embedding.tied_head(fusion)
         assert isinstance(embedding, Tensor), "no family has a tied head with a bias"
         weights: Sequence[Tensor] | HeldWeights = [embedding]

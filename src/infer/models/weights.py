@@ -28,6 +28,7 @@ from infer.files import MAX_INDEX_BYTES
 from infer.kernels.blocks import BlockWeight
 from infer.kernels.int8_weight import Int8Weight
 from infer.kernels.loader import advise
+from infer.kernels.native import embedding_is_packed
 from infer.models.model_config import load_json
 from infer.readable_text import listing
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from infer.kernels.linear import BlockEmbedding
+    from infer.kernels.linear import PackedEmbedding
 
 SINGLE_FILE = "model.safetensors"
 """Name of the file of a checkpoint that has only one."""
@@ -278,13 +279,21 @@ class WeightSource:
         of_name = dict(zip(stored, found, strict=True))
         return [rows.of_blocks(of_name[rows.name]) for rows in arranged.values()]
 
-    def keep_embedding(self, name: str, shape: tuple[int, int]) -> Tensor | BlockEmbedding:
-        """Like `keep`, for an embedding [V, E], which may be in blocks."""
-        from infer.kernels.linear import BlockEmbedding
+    def keep_embedding(
+        self, name: str, shape: tuple[int, int], *, is_head: bool
+    ) -> Tensor | PackedEmbedding:
+        """Like `keep`, for an embedding [V, E], which may be in blocks.
+
+        `is_head`: it is the output head's weight, too, which then shares the memory if it can.
+        """
+        from infer.kernels.linear import PackedEmbedding
 
         found = self._in_blocks({name: shape})
         if found and isinstance(found[0], BlockWeight):
-            return BlockEmbedding(found[0])
+            return PackedEmbedding(found[0])
+        dtype = str(self.dtype).removeprefix("torch.")
+        if is_head and self.device.type == "cpu" and embedding_is_packed(dtype, self.quantization):
+            return PackedEmbedding(self.take(name, shape))
         return self.keep(name, shape)
 
     def keep(self, name: str, shape: tuple[int, ...]) -> Tensor:

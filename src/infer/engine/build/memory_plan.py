@@ -32,6 +32,7 @@ from infer.kernels.int8_weight import kept_bytes
 from infer.kernels.loader import HUGE_PAGE, STRIP, cell_bytes
 from infer.kernels.native import (
     BFLOAT16_SETS,
+    embedding_is_packed,
     instruction_set,
     native_obstacle,
     of_head,
@@ -526,8 +527,8 @@ def count_weights(
 ) -> WeightCount:
     """The weights of a model of this shape, from its config alone.
 
-    A tied embedding counts twice in bytes if linear layers are packed or quantised: once for
-    looking up tokens, once in the layer's own layout for the logits. In blocks it counts once.
+    A tied embedding counts twice in bytes if the head is quantised or packed by oneDNN: once for
+    looking up tokens, once in the head's own layout. In blocks and in our layout it counts once.
     `blocks` gives the types of weights that are held in blocks.
     """
     if config.num_parameters is not None:
@@ -555,7 +556,12 @@ def count_weights(
     num_bytes = float(size * sum(map(math.prod, tensors.others.values())))
     embedding = in_blocks({name: shape})
     num_bytes += size * math.prod(shape) if embedding is None else embedding
-    if embedding is None and config.tie_embeddings and (quantization or _packs(dtype, device)):
+    if (
+        embedding is None
+        and config.tie_embeddings
+        and (quantization or _packs(dtype, device))
+        and (config.head_bias or not embedding_is_packed(dtype, quantization))
+    ):
         num_bytes += math.prod(shape) * weight_bytes(of_head(quantization), size, shape[1])
     for each in tensors.products:
         count += each.num_weights
