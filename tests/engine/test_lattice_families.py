@@ -42,6 +42,7 @@ WINDOWED = {
     "olmo3": "scaled global rope",
     "glm4": "plain",
     "exaone4": "plain",
+    "helium": "tied, one kv head, biases",
     "hunyuan": "plain",
     "cohere": "q/k norms, biases",
     "cohere2": "plain",

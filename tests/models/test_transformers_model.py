@@ -1,6 +1,6 @@
 """Tests of models that transformers computes on our cache (`--model-impl transformers`).
 
-The families here have no decoder of our own. The reference is the library's model with its own
+Most families here have no decoder of our own. The reference is the library's model with its own
 attention and cache: logits in every way that a step may have, and greedy tokens of `generate`.
 What the cache does not hold, or attention does not compute, must be refused by name.
 """
@@ -78,7 +78,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     # Experts, and keys that are wider than values.
     "DeepseekV3": _LATENT,
 }
-"""Families without a decoder of our own → what their config has beside `_SHAPE`."""
+"""Family, most without a decoder of our own → what their config has beside `_SHAPE`."""
 
 
 def write_foreign(folder: Path, family: str, **shape: Any) -> Any:
@@ -190,14 +190,14 @@ def test_the_log_names_the_slow_way_and_the_fast_one(
         ours = bench(tmp_path)
         assert "slow way; Llama" in caplog.text
         caplog.clear()
-        bench(pairs("Helium")[0])
+        bench(pairs("Persimmon")[0])
         assert "slow way" in caplog.text
         assert "native" not in caplog.text
     assert WAYS["mixed batch"](ours, theirs) <= TOLERANCE
 
 
 def test_a_family_without_a_decoder_names_the_way(pairs: Pairs) -> None:
-    folder = str(pairs("Helium")[0])
+    folder = str(pairs("Persimmon")[0])
     with pytest.raises(LoadError, match=r"not supported.*--model-impl transformers loads"):
         find_checkpoint(folder)
     with pytest.raises(LoadError) as error:
@@ -215,7 +215,7 @@ def test_a_recurrent_family_does_not_name_the_way(tmp_path: Path) -> None:
 
 
 def test_without_the_extra(pairs: Pairs, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = str(pairs("Helium")[0])
+    folder = str(pairs("Persimmon")[0])
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"optional part of infer: pip install .*transformers"):
         find_checkpoint(folder, model_impl="transformers")

@@ -139,6 +139,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "glm4": ("Glm4", {**FEW, "head_dim": 24}),
     "exaone4": ("Exaone4", {**WINDOWED, "num_hidden_layers": 4}),
     "ernie4_5": ("Ernie4_5", {**FEW, "head_dim": 24}),
+    "helium": ("Helium", {**FEW, "head_dim": 16}),
     "hunyuan": ("HunYuanDenseV1", {**FEW, "head_dim": 24}),
     "gemma": ("Gemma", {**FEW, "head_dim": 24}),
     "gemma2": (

@@ -201,6 +201,15 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
     "glm4": {"plain": {}, "tied, no biases": {**TIED, "attention_bias": False}},
     "exaone4": {"plain": {}, "no windows": {"sliding_window": None, "layer_types": [FULL] * 4}},
     "ernie4_5": {"plain": {}, "biases, untied": {"use_bias": True, "tie_word_embeddings": False}},
+    "helium": {
+        "plain": {},
+        "tied, one kv head, biases": {
+            "num_key_value_heads": 1,
+            "mlp_bias": True,
+            **ATTENTION_BIAS,
+            **TIED,
+        },
+    },
     "hunyuan": {
         "plain": {},
         "base with an exponent, biases": {

@@ -371,6 +371,16 @@ def read_ernie(architecture: str, reader: ConfigReader) -> ModelConfig:
     return replace(config, qkv_bias=bias, o_bias=bias, mlp_bias=bias, layout=layout)
 
 
+def read_helium(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of Helium: Llama's, rotated in pairs; attention's output has no bias."""
+    reader.use_defaults(
+        rms_norm_eps=1e-8, num_key_value_heads=20, head_dim=128, max_position_embeddings=4096
+    )
+    config = decoder(architecture, reader, bias=True, theta=1e5)
+    mlp_bias, layout = reader.get("mlp_bias", bool, False), TensorLayout(pairs=True)
+    return replace(config, o_bias=False, mlp_bias=mlp_bias, layout=layout)
+
+
 def read_hunyuan(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of HunYuan, dense: norms of heads behind the rotation, a base with an exponent."""
     reader.use_defaults(rms_norm_eps=1e-5)

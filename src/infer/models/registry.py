@@ -145,6 +145,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "Ernie4_5ForCausalLM": Architecture(
         "Ernie 4.5 (dense)", _F.read_ernie, "rotation in pairs, `use_bias`", ("ernie4_5",)
     ),
+    "HeliumForCausalLM": Architecture(
+        "Helium 1", _F.read_helium, "rotation in pairs; biases", ("helium",)
+    ),
     "HunYuanDenseV1ForCausalLM": Architecture(
         "HunYuan (dense)", _F.read_hunyuan, "q/k norm behind the rotation, `alpha` of RoPE",
         ("hunyuan_v1_dense",),
