@@ -50,6 +50,7 @@ WINDOWED = {
     "nemotron": "plain",
     "apertus": "plain",
     "gemma2": "plain",
+    "vaultgemma": "no caps, one kv head, untied, own pattern",
     "falcon": "new decoder architecture",
     "bloom": "three heads, untied",
 }

@@ -149,6 +149,13 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
             **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
         },
     ),
+    "vaultgemma": (
+        "VaultGemma",
+        {
+            **{**WINDOWED, "head_dim": 24, "query_pre_attn_scalar": 20},
+            **{"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+        },
+    ),
     "gemma3": (
         "Gemma3Text",
         {
@@ -211,7 +218,7 @@ VISIONS: dict[str, dict[str, object]] = {
     "gemma3_vl": {**VISION, "num_hidden_layers": 1, "model_type": "siglip_vision_model"},
 }
 """Multimodal families: the shape of the part for images; the small shape is that of the text."""
-ONE_MORE = ("gemma", "gemma2", "gemma3", "gemma3_vl", "nemotron")
+ONE_MORE = ("gemma", "gemma2", "vaultgemma", "gemma3", "gemma3_vl", "nemotron")
 """Families whose norms multiply by 1 + w."""
 UNCHATTED = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "gpt_neox", "bloom", "mpt", "opt")
 """Families before chats."""

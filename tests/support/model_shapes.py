@@ -227,6 +227,16 @@ SHAPES: dict[str, dict[str, dict[str, Any]]] = {
             "layer_types": [FULL, SLIDING, SLIDING],
         },
     },
+    "vaultgemma": {
+        "plain": {},
+        "no caps, one kv head, untied, own pattern": {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "num_key_value_heads": 1,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            **UNTIED,
+        },
+    },
     "cohere": {
         "plain": {},
         "q/k norms, biases": {"use_qk_norm": True, **ATTENTION_BIAS},

@@ -542,6 +542,11 @@ def read_gemma2(architecture: str, reader: ConfigReader) -> ModelConfig:
     )
 
 
+def read_vaultgemma(architecture: str, reader: ConfigReader) -> ModelConfig:
+    """The config of VaultGemma: Gemma 2's, without the norms behind the blocks."""
+    return replace(read_gemma2(architecture, reader), form=GEMMA)
+
+
 def read_gemma3(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Gemma 3's text models: a window in five of six layers, two RoPEs."""
     reader.only("attn_logit_softcapping", (None,), None)

@@ -160,6 +160,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "sliding and global layers, four norms, scaled embedding, soft caps of scores and logits",
         ("gemma2",),
     ),
+    "VaultGemmaForCausalLM": Architecture(
+        "VaultGemma", _F.read_vaultgemma, "as Gemma 2, without the norms behind the blocks",
+        ("vaultgemma",),
+    ),
     "CohereForCausalLM": Architecture(
         "Command R", _F.read_cohere,
         "parallel blocks, LayerNorm, rotation in pairs, `use_qk_norm`, `logit_scale`", ("cohere",),
