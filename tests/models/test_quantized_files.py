@@ -258,11 +258,11 @@ def test_the_plan_counts_what_is_held(name: str, family: str, tmp_path: Path) ->
     plan = make_plan(config, checkpoint.config, "m", blocks=checkpoint.blocks)
     assert kind.held is not None
     assert kind.held in plan.products
-    model = Bench(tmp_path, PAGE, torch.bfloat16, attention="auto").model
+    model: Any = Bench(tmp_path, PAGE, torch.bfloat16, attention="auto").model
     held = sum(each.packed.nbytes for each in linears(model) if isinstance(each, NativeLinear))
     rest = load_file(tmp_path / "model.safetensors")
     ends = ["norm.weight"]
-    if not isinstance(model.embedding, PackedEmbedding):  # else it is the head's memory  # type: ignore[attr-defined]
+    if not isinstance(model.embedding, PackedEmbedding):  # else it is the head's memory
         ends.append("embed_tokens.weight")
     held += sum(tensor.nbytes for key, tensor in rest.items() if key.endswith(tuple(ends)))
     assert plan.weight_bytes == pytest.approx(held, rel=0.02)
