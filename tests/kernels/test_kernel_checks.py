@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from infer.kernels import loader
+from tests.support.kernel_sources import kernel_sources
 
-ROOT = Path(__file__).parents[2]
-CSRC = ROOT / "src/infer/csrc"
 PROGRAM = Path(__file__).with_name("kernel_checks.cpp")
 FLAGS = ["-std=c++17", "-fno-math-errno", "-ffp-contract=off", "-Wno-psabi", "-pthread"]
 X86, ARM = loader.X86_SETS, loader.ARM_SETS
@@ -46,8 +45,7 @@ def run(*command: object, **settings: object) -> str:
 
 def build(folder: Path, compiler: str, sets: tuple[str, ...], *flags: str) -> Path:
     """The program with the kernels of some instruction sets in it."""
-    of_sets = [CSRC / f"isa/{name}.cpp" for name in ("dispatch", "portable", *sets)]
-    sources = [*CSRC.glob("*.cpp"), *of_sets, PROGRAM]
+    sources = [*kernel_sources(sets), PROGRAM]
     defined = [f"-DINFER_{name.upper()}" for name in sets]
     objects = [folder / f"{source.parent.name}_{source.stem}.o" for source in sources]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from infer.kernels import loader
+from tests.support.kernel_sources import kernel_sources
 
 ROOT = Path(__file__).parents[2]
 HEADER = Path(__file__).with_name("tiles.h")
@@ -57,14 +58,10 @@ def test_the_sources_compile_without_warnings(compiler: str) -> None:
     """Each file by itself; those of an instruction set only for its kind of CPU."""
     if not shutil.which(compiler):
         pytest.skip(f"no {compiler} here")
-    csrc = ROOT / "src/infer/csrc"
     is_x86 = compiler == "g++" and platform.machine() == "x86_64"
     sets = loader.X86_SETS if is_x86 else loader.ARM_SETS
-    further = ("amx_blocks",) if is_x86 else ()
-    names = ("dispatch", "portable", *sets, *further)
-    sources = [*csrc.glob("*.cpp"), *(csrc / f"isa/{name}.cpp" for name in names)]
     flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
-    for source in sources:
+    for source in kernel_sources(sets):
         done = subprocess.run(
             [compiler, *flags, str(source)], capture_output=True, text=True, encoding="utf-8"
         )

@@ -9,6 +9,8 @@
 
 namespace tiles_in_software {
 
+extern "C" long write(int, const void*, unsigned long);  // of the system
+
 struct State {
   TileConfig shape;
   alignas(64) char of[8][16][64] = {};
