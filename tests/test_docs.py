@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from infer.models.gguf_families import ARCHITECTURES as GGUF_ARCHITECTURES
 from infer.models.quantized_config import METHODS, REFUSED
 from infer.models.registry import ARCHITECTURES, Architecture
 
@@ -173,6 +174,40 @@ def test_the_table_of_families_is_that_of_the_registry() -> None:
     assert found[0] == families_table()
 
 
+WITHOUT_GGUF = re.compile(r"(?<=the families above, except ).*?(?=, of which llama.cpp has no)")
+COUNTS = {
+    "README.md": re.compile(r"(?<=^\| Architectures \| )\d+", re.MULTILINE),
+    "docs/scope.md": re.compile(r"(?<=^\| architectures \| \[)\d+", re.MULTILINE),
+}
+"""Page → where it says how many architectures there are."""
+
+
+AS_ANOTHER = {"MinistralForCausalLM", "Ministral3ForCausalLM", "Olmo3ForCausalLM"}
+"""Families whose GGUF files bear the name of a relative."""
+
+
+def families_without_gguf() -> str:
+    """The families of which there is no row in `gguf_families`, text parts of others left out."""
+    having = {*GGUF_ARCHITECTURES.values(), *AS_ANOTHER}
+    names = [
+        row.family.partition(" (")[0]
+        for name, row in ARCHITECTURES.items()
+        if name not in having and "text part" not in row.family
+    ]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def test_what_pages_say_of_all_families_is_true() -> None:
+    """`python tests/test_docs.py` writes it."""
+    found = WITHOUT_GGUF.search(MODELS.read_text(encoding="utf-8"))
+    assert found
+    assert found[0] == families_without_gguf()
+    for page, place in COUNTS.items():
+        counted = place.search(PAGES[page].read_text(encoding="utf-8"))
+        assert counted, page
+        assert int(counted[0]) == len(ARCHITECTURES), page
+
+
 QUANTISED = re.compile(r"^\| `quant_method` \| what is read.*?\n\n", re.DOTALL | re.MULTILINE)
 
 
@@ -212,4 +247,8 @@ if __name__ == "__main__":
     page = MODELS.read_text(encoding="utf-8")
     page = FAMILIES.sub(lambda _: families_table(), page, count=1)
     page = QUANTISED.sub(lambda _: quantised_table(), page, count=1)
+    page = WITHOUT_GGUF.sub(lambda _: families_without_gguf(), page, count=1)
     MODELS.write_text(page, encoding="utf-8")
+    for name, place in COUNTS.items():
+        text = PAGES[name].read_text(encoding="utf-8")
+        PAGES[name].write_text(place.sub(str(len(ARCHITECTURES)), text), encoding="utf-8")

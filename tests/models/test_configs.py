@@ -73,11 +73,11 @@ OTHERS = (
 )
 
 
-def class_default(family: str) -> tuple[dict[str, Any], ModelConfig]:
+def class_default(family: str, **given: Any) -> tuple[dict[str, Any], ModelConfig]:
     """(the sizes that a class has by default, the config that the class means)."""
     kind = getattr(transformers, f"{FAMILIES[family][0]}Config")
     more = {"layer_types": ["full_attention"] * 32, "num_local_experts": 0}
-    fields = kind(**(more if family == "granite_hybrid" else {})).to_dict()
+    fields = kind(**(more if family == "granite_hybrid" else {}), **given).to_dict()
     fields["architectures"] = [architecture_of(family)]
     names = (*BARE, *HEADS, *OTHERS)
     sizes = {name: fields[name] for name in names if name in fields}
@@ -85,10 +85,47 @@ def class_default(family: str) -> tuple[dict[str, Any], ModelConfig]:
     return sizes | (more if family == "granite_hybrid" else {}), parse_model_config(fields, "class")
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in VISIONS])
+def read_or_refusal(fields: dict[str, Any]) -> ModelConfig | str:
+    """What a config means, or why it is refused."""
+    try:
+        return parse_model_config(fields, "it")
+    except LoadError as error:
+        return str(error)
+
+
+TEXTS = [family for family in FAMILIES if family not in VISIONS]
+
+
+@pytest.mark.parametrize("family", TEXTS)
 def test_a_field_that_is_absent_has_the_value_of_the_class(family: str) -> None:
     sizes, theirs = class_default(family)
     assert parse_model_config(sizes, "sizes alone") == theirs
+    for name in set(sizes) & {*BARE, *HEADS}:
+        some = {key: value for key, value in sizes.items() if key != name}
+        found = read_or_refusal(some)
+        assert name in found if isinstance(found, str) else found == theirs, name
+
+
+@pytest.mark.parametrize("family", TEXTS)
+def test_heads_of_keys_that_are_absent_are_as_many_as_in_the_class(family: str) -> None:
+    """Not as many as of queries, unless the class says so; null is what it is in the class."""
+    heads = class_default(family)[0].get("num_attention_heads")
+    if heads is None:
+        return
+    try:
+        sizes, theirs = class_default(family, num_attention_heads=2 * heads)
+    except LoadError:  # neither would fit
+        return
+    absent = {key: value for key, value in sizes.items() if key != "num_key_value_heads"}
+    assert parse_model_config(absent, "absent").num_kv_heads == theirs.num_kv_heads
+    kind = getattr(transformers, f"{FAMILIES[family][0]}Config")
+    try:
+        null = kind(num_attention_heads=2 * heads, num_key_value_heads=None).num_key_value_heads
+    except Exception:  # the class takes no null
+        null = None
+    if null is not None:
+        found = parse_model_config({**absent, "num_key_value_heads": None}, "null").num_kv_heads
+        assert found == null
 
 
 @pytest.mark.parametrize("family", FAMILIES)

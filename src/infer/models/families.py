@@ -81,13 +81,13 @@ def read_llama(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_mistral(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Mistral's dense models: Llama's; older ones have a window on every layer."""
-    reader.use_defaults(max_position_embeddings=131_072, sliding_window=4096)
+    reader.use_defaults(num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096)
     return with_window(decoder(architecture, reader), reader)
 
 
 def read_ministral(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Ministral of 2024: Mistral's, in which some layers may see all positions."""
-    reader.use_defaults(max_position_embeddings=131_072, sliding_window=4096)
+    reader.use_defaults(num_key_value_heads=8, max_position_embeddings=131_072, sliding_window=4096)
     config = decoder(architecture, reader)
     has_window = reader.raw.get("sliding_window") is not None
     windows = layer_windows(reader, config.num_layers, lambda i: has_window)
@@ -96,7 +96,9 @@ def read_ministral(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_ministral3(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Ministral 3: Mistral's, with queries that grow beyond the original context."""
-    reader.use_defaults(rms_norm_eps=1e-5, head_dim=128, max_position_embeddings=262_144)
+    reader.use_defaults(
+        num_key_value_heads=8, rms_norm_eps=1e-5, head_dim=128, max_position_embeddings=262_144
+    )
     if not reader.raw.get("rope_scaling"):
         reader.use_defaults(
             rope_parameters={
@@ -117,7 +119,11 @@ def read_ministral3(architecture: str, reader: ConfigReader) -> ModelConfig:
 def read_cwm(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Code World Model: Llama 3's; three of four layers have windows."""
     reader.use_defaults(
-        rms_norm_eps=1e-5, max_position_embeddings=131_072, head_dim=128, sliding_window=8192
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=131_072,
+        head_dim=128,
+        sliding_window=8192,
     )
     if not reader.raw.get("rope_scaling"):
         reader.use_defaults(
@@ -135,21 +141,23 @@ def read_cwm(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_qwen2(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Qwen2 and Qwen2.5: q/k/v biases; an optional window in the upper layers."""
-    reader.use_defaults(max_position_embeddings=32_768)
+    reader.use_defaults(num_key_value_heads=32, max_position_embeddings=32_768)
     config = decoder(architecture, reader)
     return replace(config, qkv_bias=True, windows=_qwen_windows(config, reader))
 
 
 def read_qwen2_vl(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The text part of Qwen2-VL and Qwen2.5-VL, whose three positions are equal in texts."""
-    reader.use_defaults(rope_theta=1e6, rms_norm_eps=1e-5, max_window_layers=80)
+    reader.use_defaults(
+        num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5, max_window_layers=80
+    )
     _forget_mrope(reader)
     return read_qwen2(architecture, reader)
 
 
 def read_qwen3(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of dense Qwen3: norms on query and key heads; a head size of its own."""
-    reader.use_defaults(max_position_embeddings=32_768, head_dim=128)
+    reader.use_defaults(num_key_value_heads=32, max_position_embeddings=32_768, head_dim=128)
     config = decoder(architecture, reader, bias=True)
     return replace(config, qk_norm=True, windows=_qwen_windows(config, reader))
 
@@ -163,7 +171,7 @@ def read_qwen3_vl(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_seed_oss(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Seed-OSS: Llama's, with a switch for each kind of bias."""
-    reader.use_defaults(max_position_embeddings=524_288, head_dim=128)
+    reader.use_defaults(num_key_value_heads=8, max_position_embeddings=524_288, head_dim=128)
     return replace(
         decoder(architecture, reader),
         qkv_bias=reader.get("attention_bias", bool, True),
@@ -174,7 +182,9 @@ def read_seed_oss(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_smollm3(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of SmolLM3: Llama's; layers that do not rotate, which may have a window."""
-    reader.use_defaults(max_position_embeddings=32_768, tie_word_embeddings=True)
+    reader.use_defaults(
+        num_key_value_heads=4, max_position_embeddings=32_768, tie_word_embeddings=True
+    )
     config = decoder(architecture, reader, bias=True, theta=2e6)
     every = reader.size("no_rope_layer_interval", 4)
     usual = [int((i + 1) % every != 0) for i in range(config.num_layers)]
@@ -236,7 +246,7 @@ def read_hyperclovax(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_granite_swa(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Granite with windows: sinks, and a base of RoPE for each layer (0: none)."""
-    reader.use_defaults(
+    reader.use_defaults(num_key_value_heads=4,
         rms_norm_eps=1e-5, max_position_embeddings=8192, sliding_window=128,
         tie_word_embeddings=True,
     )  # fmt: skip
@@ -314,7 +324,7 @@ def _olmo2(config: ModelConfig) -> ModelConfig:
 
 def read_exaone4(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of EXAONE 4: norms behind the blocks; layers without a window do not rotate."""
-    reader.use_defaults(rms_norm_eps=1e-5, sliding_window=4096)
+    reader.use_defaults(num_key_value_heads=32, rms_norm_eps=1e-5, sliding_window=4096)
     config = decoder(architecture, reader)
     count, has_windows = config.num_layers, reader.raw.get("sliding_window") is not None
     pattern: Any = reader.raw.get("sliding_window_pattern", 4)
@@ -338,7 +348,9 @@ def read_exaone4(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_glm(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of GLM: half of each head rotates, in pairs; packed gate and up."""
-    reader.use_defaults(rms_norm_eps=1.5625e-7, head_dim=128, max_position_embeddings=131_072)
+    reader.use_defaults(
+        num_key_value_heads=2, rms_norm_eps=1.5625e-7, head_dim=128, max_position_embeddings=131_072
+    )
     config = decoder(architecture, reader, share=0.5)
     names = dict.fromkeys(("gate_proj", "up_proj"), "mlp.gate_up_proj")
     return replace(
@@ -363,7 +375,11 @@ def read_glm4(architecture: str, reader: ConfigReader) -> ModelConfig:
 def read_ernie(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Ernie 4.5, dense: Llama's, rotated in pairs."""
     reader.use_defaults(
-        rms_norm_eps=1e-5, head_dim=128, max_position_embeddings=131_072, tie_word_embeddings=True
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        head_dim=128,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
     )
     bias = reader.get("use_bias", bool, False)
     config = decoder(architecture, reader, theta=5e5)
@@ -486,7 +502,7 @@ def read_cohere2(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_stablelm(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of StableLM 2: LayerNorm, and a quarter of each head rotates."""
-    reader.use_defaults(max_position_embeddings=4096, layer_norm_eps=1e-5)
+    reader.use_defaults(num_key_value_heads=32, max_position_embeddings=4096, layer_norm_eps=1e-5)
     reader.only("qk_layernorm", (False,), False)
     parallel = reader.get("use_parallel_residual", bool, False)
     config = decoder(architecture, reader, eps="layer_norm_eps", share=0.25)
@@ -496,7 +512,12 @@ def read_stablelm(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_starcoder2(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of StarCoder2: LayerNorm, biases, tanh-GELU without a gate, a window."""
-    reader.use_defaults(max_position_embeddings=4096, norm_epsilon=1e-5, tie_word_embeddings=True)
+    reader.use_defaults(
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        norm_epsilon=1e-5,
+        tie_word_embeddings=True,
+    )
     bias = reader.get("use_bias", bool, True)
     config = decoder(architecture, reader, acts=GELU_TANH, eps="norm_epsilon")
     return replace(
@@ -511,7 +532,9 @@ def read_starcoder2(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_gemma(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Gemma 1."""
-    reader.use_defaults(head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True)
+    reader.use_defaults(
+        num_key_value_heads=16, head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True
+    )
     if reader.raw.get("hidden_activation") is None:
         reader.only("hidden_act", ("gelu", *GELU_TANH), "gelu")  # both mean the approximation
     config = _gemma(decoder(architecture, reader, bias=True, acts=None), reader)

@@ -342,7 +342,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 `null` changes nothing either."""
 
 
-_NULL_IS_NONE = ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+_NULL_IS_NONE = (
+    *("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),
+    "num_key_value_heads",
+)
 
 
 class ConfigReader:
@@ -368,7 +371,7 @@ class ConfigReader:
     def use_defaults(self, **values: Any) -> None:
         """Let fields that are absent, or null, have the values of the family's class.
 
-        A window or cap that is null is none."""
+        A window or cap that is null is none; as many heads of keys as of queries are null heads."""
         given = {
             name: value
             for name, value in self.raw.items()
