@@ -311,6 +311,11 @@ ROWS = (
         (f"{HERE}/test_kill.py::test_the_silence_of_ten_kills", "tests/engine/test_standby.py"),
     ),
     Row(
+        "S1",
+        "a simulated fleet",
+        (f"{HERE}/test_simulated_fleet.py::test_a_hundred_engines_and_a_hundred_thousand_streams",),
+    ),
+    Row(
         "A1",
         "no request ends the API process",
         (
