@@ -206,10 +206,11 @@ def written(name: str, weight: Tensor, quantized: str | None) -> dict[str, Tenso
 
 def tensor_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the decoder's weights, found by building it without memory."""
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
 
     def read(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        shapes[name] = shape
+        before = shapes.get(name, (0,))[0]  # rows of a tensor that holds several
+        shapes[name] = (before + shape[0], *shape[1:])
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
     meta = torch.device("meta")

@@ -27,8 +27,10 @@ def convert(model: str, target: str) -> None:
     """Makes the bf16 GGUF file of a checkpoint with any tokenizer."""
     sys.path.insert(0, str(ROOT / "src"))
     from conversion.base import TextModel
+    from conversion.phi import Phi3MiniModel
 
     TextModel.get_vocab_base_pre = lambda self, tokenizer: "llama-bpe"
+    Phi3MiniModel.set_vocab = TextModel._set_vocab_gpt2
     sys.argv = ["convert", model, "--outtype", "bf16", "--outfile", target]
     runpy.run_path(str(ROOT / "src" / "convert_hf_to_gguf.py"), run_name="__main__")
 

@@ -56,7 +56,11 @@ STATIC_ORDERS: tuple[str, ...] = get_args(StaticOrder)
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 TOOL_PARSERS: tuple[str, ...] = get_args(ToolParser)
 REASONING_PARSERS: tuple[str, ...] = get_args(ReasoningParser)
-SCHEDULER_POLICIES = ("fcfs", "prefill_first", "decode_round_robin")
+SCHEDULER_POLICIES = (
+    "fcfs",
+    "prefill_first",
+    "decode_round_robin",
+)
 MAX_COUNT = 2**50
 """maximum of any count and any size in bytes: a pebibyte"""
 MAX_SECONDS = 1e9

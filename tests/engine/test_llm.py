@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from infer import LLM, EngineConfig, FinishReason, Grammar, RequestError, SamplingParams
+from infer.config import SCHEDULER_POLICIES
 from infer.engine.llm import Prompt
 from infer.errors import (
     ConfigError,
@@ -307,7 +308,10 @@ def test_a_failing_step_fails_loudly_and_frees_everything(
         ({"batch_wait_timeout_s": float("inf")}, "batch_wait_timeout_s: must be a finite number"),
         ({"batch_wait_timeout_s": "1"}, "batch_wait_timeout_s: must be a number"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching: must be True or False"),
-        ({"scheduler_policy": "lifo"}, "decode_round_robin, or module:function of your own; not"),
+        (
+            {"scheduler_policy": "lifo"},
+            f"{SCHEDULER_POLICIES[-1]}, or module:function of your own; not",
+        ),
         ({"model": 5}, "model: must be a string, not int"),
         ({"batching_mode": "dynamic"}, "must be one of continuous, static, sequential"),
         ({"kv_cache_backend": "slotted", "page_size": 4}, "page_size: kv_cache_backend='slotted'"),

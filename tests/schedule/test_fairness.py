@@ -114,8 +114,8 @@ def test_a_bound_on_the_step_changes_nothing_about_that(policy: str) -> None:
     assert longest_pause(policy, 64, 8, max_step_ms=1.0, clock=clock) <= MAX_IDLE_STEPS
 
 
-@pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
-def test_without_that_rule_every_policy_starves_somebody(
+@pytest.mark.parametrize("policy", ["fcfs", "prefill_first", "decode_round_robin"])
+def test_without_that_rule_a_policy_may_starve_somebody(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (step_planner, invariants):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from infer.config import SCHEDULER_POLICIES
 from infer.engine.core import EngineCore
 from infer.errors import OverloadedError, RequestError
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
@@ -216,7 +217,7 @@ def test_a_long_prompt_is_cut_and_running_streams_advance_before_it() -> None:
 
 
 def test_the_budget_is_never_exceeded() -> None:
-    for policy in ("fcfs", "prefill_first", "decode_round_robin"):
+    for policy in SCHEDULER_POLICIES:
         core = make_hash_core(max_num_batched_tokens=5, scheduler_policy=policy)
         for i in range(8):
             core.add(request(3 + 2 * i, max_tokens=6))

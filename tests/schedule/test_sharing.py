@@ -46,9 +46,7 @@ def finish(core: EngineCore, requests: list[Request]) -> int:
 
 
 MODES = [
-    {},
-    {"scheduler_policy": "prefill_first"},
-    {"scheduler_policy": "decode_round_robin"},
+    *({"scheduler_policy": policy} for policy in SCHEDULER_POLICIES),
     {"batching_mode": "static"},
     {"batching_mode": "sequential"},
     {"num_seats": 5},

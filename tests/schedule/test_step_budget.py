@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from infer.config import SCHEDULER_POLICIES
 from infer.engine.core import EngineCore
 from infer.schedule.sequence import Plan, Sampled
 from infer.schedule.step_budget import MIN_CHUNK
@@ -114,7 +115,7 @@ def most(law: Law, num_streams: int, context: int) -> int:
 
 
 @pytest.mark.parametrize("law", [linear, knee, attention])
-@pytest.mark.parametrize("policy", ["fcfs", "prefill_first", "decode_round_robin"])
+@pytest.mark.parametrize("policy", SCHEDULER_POLICIES)
 def test_steps_keep_to_the_bound_and_prompts_do_not_starve(law: Law, policy: str) -> None:
     core, runner = lawful_core(law, policy=policy)
     stream(core, 4)

@@ -134,7 +134,8 @@ def test_content_types(method: str, path: str, route: Route, tmp_path: Path) -> 
             data = json.dumps(body).encode() if takes_body else b""
             ask = app.send if takes_body else partial(send, app)
             reply = await ask(method, at, body=data)
-            assert reply.status == REFUSED.get(path, 200), reply.body
+            problem = f"{path} takes no {body} of BODIES: {reply.body!r}"
+            assert reply.status == REFUSED.get(path, 200), problem
             assert reply.headers["content-type"].partition(";")[0] in answers
             assert reply.headers["x-content-type-options"] == "nosniff"
         for kind in ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
