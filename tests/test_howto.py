@@ -3,7 +3,7 @@
 A block that begins with `--- path` changes a file: its hunks, apart by `@@`, are lines that stay
 (` `), go (`-`) and come (`+`). A block that begins with `# path` or `// path` is a new file. The
 `pytest` commands of a page are its proof. So a page cannot leave out a file, and cannot fall
-behind the source.
+behind the source. Of a change that the repository has already, the copy is without it first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -64,27 +65,32 @@ def listed(page: str) -> set[str]:
     )
 
 
-def changed(path: str, source: str, block: str) -> str:
-    """The source with the hunks of a block applied, each where its old lines are."""
+def changed(path: str, source: str, block: str) -> tuple[str, str]:
+    """The source without the hunks of a block and with them, each where its old lines are."""
+    before = after = source
     for hunk in block.split("@@\n"):
         lines = hunk.removesuffix("\n").split("\n")
         assert all(line[:1] in (" ", "-", "+", "") for line in lines), hunk
         old = "".join(line[1:] + "\n" for line in lines if line[:1] != "+")
         new = "".join(line[1:] + "\n" for line in lines if line[:1] != "-")
-        assert source.count(old) == 1, f"{path} has {source.count(old)} times:\n{old}"
-        source = source.replace(old, new)
-    return source
+        if source.count(new) == 1:
+            before = before.replace(new, old)
+        else:
+            assert source.count(old) == 1, f"{path} has {source.count(old)} times:\n{old}"
+            after = after.replace(old, new)
+    return before, after
 
 
-def results(page: str) -> dict[str, str]:
-    """Path → what the file is after the changes of a page."""
+def results(page: str) -> dict[str, tuple[str, str]]:
+    """Path → what the file is before the changes of a page, and after them."""
     found = {}
     for path, block in edits(page).items():
         is_new = block.startswith(("# ", "// "))
         assert is_new is not (ROOT / path).exists(), f"{path}: new, or to be changed?"
-        found[path] = (
-            block if is_new else changed(path, (ROOT / path).read_text(encoding="utf-8"), block)
-        )
+        if is_new:
+            found[path] = ("", block)
+        else:
+            found[path] = changed(path, (ROOT / path).read_text(encoding="utf-8"), block)
     return found
 
 
@@ -135,14 +141,13 @@ def build(root: Path) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_names_the_files_that_it_touches(page: str) -> None:
     assert listed(page) - set(LATER) == set(edits(page))
-    for path, source in results(page).items():
+    for path, (_, source) in results(page).items():
         if path.endswith(".py"):
-            functions: dict[str, set[str]] = {}
-            for node in ast.parse(source).body:
-                if isinstance(node, ast.FunctionDef):
-                    functions.setdefault(node.name, set()).add(ast.dump(node))
-            other = [name for name, bodies in functions.items() if len(bodies) > 1]
-            assert not other, f"{path} has them, and the page has others: {other}"
+            functions = Counter(
+                node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)
+            )
+            twice = [name for name, count in functions.items() if count > 1]
+            assert not twice, f"{path} has other functions of these names already: {twice}"
     assert commands(page)
 
 
@@ -150,7 +155,7 @@ def test_a_page_names_the_files_that_it_touches(page: str) -> None:
 @pytest.mark.parametrize("page", one_of(2, [page for page in PAGES if family(page)]))
 def test_a_family_that_a_page_adds_is_right_in_every_format(page: str, tmp_path: Path) -> None:
     root = copy_of_the_repository(tmp_path)
-    for path, source in results(page).items():
+    for path, (_, source) in results(page).items():
         (root / path).write_text(source, encoding="utf-8")
     done = run([*PARITY, "-k", f"{family(page)} or registry"], root)
     assert done.returncode == 0, done.stdout[-4000:]
@@ -164,14 +169,15 @@ def test_the_changes_of_a_page_keep_the_rules_and_its_tests_need_them(
 ) -> None:
     root = copy_of_the_repository(tmp_path)
     made = results(page)
-    for path in made:
-        if path.startswith("tests"):
-            (root / path).write_text(made[path], encoding="utf-8")
+    for path, (before, after) in made.items():
+        is_test = path.startswith("tests")
+        if is_test or before:
+            (root / path).write_text(after if is_test else before, encoding="utf-8")
     if any(path.endswith(".cpp") for path in made):
         build(root)
     assert run(commands(page)[0], root).returncode in (1, 2, 4), "passes without the change"
-    for path in made:
-        (root / path).write_text(made[path], encoding="utf-8")
+    for path, (_, after) in made.items():
+        (root / path).write_text(after, encoding="utf-8")
     if any(path.endswith(".cpp") for path in made):
         build(root)
     for check in CHECKS:

@@ -31,6 +31,7 @@ WINDOWED = {
     "mistral": "window shorter than the prompt",
     "qwen2": "window from the second layer on",
     "qwen3": "windows by layer_types",
+    "cwm": "scaled rope, own pattern",
     "gemma3": "plain",
     "gpt2": "plain",
     "ministral3": "plain",
