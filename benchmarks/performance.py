@@ -3,9 +3,9 @@
 This program measures nothing; the page names the command behind each table. It reads files of
 benchmarks/results/: `peers-*.json` of peers/run.py (`zen4-*.json`: of another machine,
 `avx2-*.json`: kept to AVX2, `icelake-*.json`: a third machine, kept to AVX2; `published-*.json`: of
-published checkpoints), `floor-*.json` of
-floor.py, and results of `infer bench` that are named WORKLOAD-LABEL.json. Results of the same
-workload are compared with each other (`modes-zen4-*.json`: of another machine, in one table).
+published checkpoints, `quantised-*.json`: of quantised ones), `floor-*.json` of floor.py, and
+results of `infer bench` that are named WORKLOAD-LABEL.json. Results of the same workload are
+compared with each other (`modes-zen4-*.json`: of another machine, in one table).
 `batching-*.json` of batching_modes.py have a table and a plot each, `cores-*.json` of cores.py a
 table.
 """
@@ -270,8 +270,9 @@ def main() -> None:
         documents = [load(file.name) for file in sorted(RESULTS.glob(f"{name}-*.json"))]
         plot_peers(documents, PLOTS / f"{name}.png")
         text = text.replace(f"{{{{{name}}}}}", "\n".join(tables(each) for each in documents))
-    published = [load(file.name) for file in sorted(RESULTS.glob("published-*.json"))]
-    text = text.replace("{{published}}", "\n".join(map(tables, published)))
+    for name in ("published", "quantised"):
+        found = [load(file.name) for file in sorted(RESULTS.glob(f"{name}-*.json"))]
+        text = text.replace(f"{{{{{name}}}}}", "\n".join(map(tables, found)))
     text = text.replace("{{floors}}", floors())
     files = {name: RESULTS / f"batching-{name}.json" for name in MEASURED}
     sections = [batching(file) for file in files.values() if file.exists()]

@@ -72,6 +72,7 @@ def test_the_shapes_are_those_of_the_real_models(monkeypatch: pytest.MonkeyPatch
         "qwen3-4b": 4.02,
         "gemma-3-1b": 1.00,
         "gemma-3-4b": 3.88,
+        "phi-4-mini": 3.84,
     }
 
 

@@ -245,6 +245,7 @@ def test_a_window_that_is_switched_off_has_no_effect() -> None:
     raw = {
         **dict.fromkeys(sizes, 8),
         "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "architectures": ["Qwen2ForCausalLM"],
     }
     for more in (
