@@ -139,6 +139,34 @@ def test_drafts_and_texts_are_kept(person: Reader, tmp_path: Path) -> None:
     person.until("document.querySelector('raw-view textarea')?.value === 'Once upon'")
 
 
+@pytest.mark.parametrize("late", ["**/v1/sessions", "**/v1/models"])
+def test_what_is_written_while_the_page_opens_is_not_lost(reader: Reader, late: str) -> None:
+    """Conversations and models come after somebody has written, and after they have sent it."""
+    page, held = reader.page, []
+    page.evaluate("localStorage.setItem('infer.hasSessions', 'true')")
+    page.route(late, lambda route: held.append(route))
+
+    def opened(text: str) -> None:
+        page.reload()
+        page.wait_for_selector(".composer textarea")
+        page.fill(".composer textarea", text)
+
+    opened("half a sentence")
+    page.wait_for_timeout(300)
+    assert held, "nothing was late"
+    held.pop().continue_()
+    page.wait_for_selector("button.send:enabled")
+    assert page.input_value(".composer textarea") == "half a sentence"
+    opened("What is 2 + 2?")
+    page.press(".composer textarea", "Enter")
+    page.wait_for_timeout(300)
+    assert not reader.questions()
+    held.pop().continue_()
+    page.wait_for_selector(".message.assistant .figures")
+    assert reader.questions() == ["What is 2 + 2?"]
+    assert page.input_value(".composer textarea") == ""
+
+
 def test_a_message_shows_in_the_other_tab_while_it_is_answered(person: Reader) -> None:
     other = person.open()
     person.ask("What is 2 + 3?")

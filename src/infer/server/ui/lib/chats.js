@@ -33,6 +33,8 @@ class Chats extends Answering {
     this._writing = undefined;
     addEventListener("pagehide", () => this._writeDraft());
     this.isLoaded = false;
+    /** When the first conversation is open. @type {Promise<void>} */
+    this.opened = new Promise((resolve) => { this._isOpened = resolve; });
     /** Whether another conversation is being opened. */
     this.isOpening = false;
     storage.addEventListener("problem", () => this.changed());
@@ -45,9 +47,13 @@ class Chats extends Answering {
 
   /** Read the list, and open a conversation or a new one. @param {string} id */
   async load(id) {
-    await this._readList();
-    this.isLoaded = true;
-    await this.open(id);
+    try {
+      await this._readList();
+      this.isLoaded = true;
+      await this.open(id);
+    } finally {
+      this._isOpened();
+    }
   }
 
   async _readList() {
@@ -160,8 +166,17 @@ class Chats extends Answering {
       const system = recall("system", "");
       this.tree = new Tree(newConversation({ sampling: { ...last }, system }), []);
     }
+    this._adoptDraft();
     this.changed();
     await this._readDraft();
+  }
+
+  /** What was typed before there was a conversation belongs to the first one. */
+  _adoptDraft() {
+    const early = this.drafts.get("");
+    if (!early || !this.current) return;
+    this.drafts.delete("");
+    if (early.text || early.files.length) this.keepDraft(this.current.id, early.text, early.files);
   }
 
   /** Let a model answer in the open conversation, and in new ones. @param {string} model */

@@ -227,7 +227,15 @@ class ChatComposer extends PageElement {
   }
 
   async _send() {
-    if (!this._isReady() || this.isBusy || this._isSending) return;
+    if (this._isSending) return;
+    if (!chats.current || !server.isKnown) {
+      // The page is still being opened, for somebody who is faster.
+      this._isSending = true;
+      await chats.opened;
+      while (!server.isKnown) await new Promise((resolve) => server.addEventListener("change", resolve, { once: true }));
+      this._isSending = false;
+    }
+    if (!this._isReady() || this.isBusy) return;
     const { text, files } = this.draft;
     if (text.length > LONG_PASTE || files.length || this._isNear()) {
       // What is longer than the context is not even sent. What was measured last may be another prompt.
