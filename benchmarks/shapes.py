@@ -15,7 +15,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,8 +26,8 @@ from infer.models.model import build_model
 from infer.models.registry import parse_model_config
 from infer.models.weights import WeightSource, dummy_source
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.support.quantized_files import FORMATS
+if TYPE_CHECKING:
+    from tests.support.quantized_files import Format
 
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -143,10 +143,12 @@ SHAPES |= {
 }
 
 
-def write_config(folder: Path, name: str) -> None:
+def write_config(folder: Path, name: str, quantized: Format | None = None) -> None:
     """Write config and tokenizer of the named shape."""
     folder.mkdir(parents=True, exist_ok=True)
-    raw = SHAPES[name]
+    raw = dict(SHAPES[name])
+    if quantized is not None:
+        raw["quantization_config"] = dict(quantized.config)
     (folder / "config.json").write_text(json.dumps(raw, indent=2), encoding="utf-8")
     for file in ("tokenizer_config.json", "generation_config.json"):
         shutil.copy(SHIPPED_FOLDER / file, folder / file)
@@ -158,18 +160,16 @@ def write_config(folder: Path, name: str) -> None:
     )
 
 
-def write(folder: Path, name: str, shard_bytes: int = 10**9, quantized: str | None = None) -> None:
+def write(
+    folder: Path, name: str, shard_bytes: int = 10**9, quantized: Format | None = None
+) -> None:
     """Write a checkpoint of the named shape, unless it is there.
 
-    `quantized`: a key of `FORMATS`; None: in bfloat16.
+    `quantized`: how the decoder's matrices are written; None: in bfloat16.
     """
     if (folder / "model.safetensors.index.json").is_file():
         return
-    write_config(folder, name)
-    if quantized:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config["quantization_config"] = dict(FORMATS[quantized].config)
-        (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    write_config(folder, name, quantized)
     names = tensor_shapes(SHAPES[name])
     source = dummy_source(torch.bfloat16, torch.device("cpu"))
     shards: list[list[str]] = [[]]
@@ -193,11 +193,11 @@ def write(folder: Path, name: str, shard_bytes: int = 10**9, quantized: str | No
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
-def written(name: str, weight: Tensor, quantized: str | None) -> dict[str, Tensor]:
+def written(name: str, weight: Tensor, quantized: Format | None) -> dict[str, Tensor]:
     """A weight as its file has it. Embeddings, heads and norms are not quantised."""
-    if not quantized or weight.dim() != 2 or ".layers." not in name:
+    if quantized is None or weight.dim() != 2 or ".layers." not in name:
         return {name: weight}
-    tensors, _ = FORMATS[quantized].write(weight)
+    tensors, _ = quantized.write(weight)
     return {
         f"{name.removesuffix('.weight')}.{part}": tensor.contiguous()
         for part, tensor in tensors.items()
@@ -221,12 +221,16 @@ def tensor_shapes(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def main() -> None:
     """Write a checkpoint."""
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.support.quantized_files import FORMATS  # programs that import this one do without
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=SHAPES)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--quantized", choices=FORMATS, help="a format of quantised files")
     options = parser.parse_args()
-    write(options.folder, options.name, quantized=options.quantized)
+    quantized = FORMATS[options.quantized] if options.quantized else None
+    write(options.folder, options.name, quantized=quantized)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,15 @@ struct LinearShape {
   bool with_norm, with_bias;
 };
 
+// The weight [N, K] that a layer holds.
+std::vector<uint16_t> columns_of(void* layer, long N, long K) {
+  std::vector<int64_t> columns;
+  for (long n = 0; n < N; ++n) columns.push_back(n);
+  std::vector<uint16_t> y((size_t)(N * K));
+  infer_linear_columns(layer, columns.data(), N, y.data(), 2);
+  return y;
+}
+
 class LinearLayer {
  public:
   LinearLayer(const char* isa, const LinearShape& shape, const std::vector<uint16_t>& weight,
@@ -110,14 +119,7 @@ class LinearLayer {
   LinearLayer& operator=(const LinearLayer&) = delete;
   ~LinearLayer() { infer_linear_free(layer_); }
   long width() const { return shape_.gate ? shape_.N / 2 : shape_.N; }
-  // The weight as it was given, [N, K].
-  std::vector<uint16_t> columns() const {
-    std::vector<int64_t> every((size_t)shape_.N);
-    for (long n = 0; n < shape_.N; ++n) every[(size_t)n] = n;
-    std::vector<uint16_t> y((size_t)(shape_.N * shape_.K));
-    infer_linear_columns(layer_, every.data(), shape_.N, y.data(), 2);
-    return y;
-  }
+  std::vector<uint16_t> weights() const { return columns_of(layer_, shape_.N, shape_.K); }
   std::vector<uint16_t> operator()(const uint16_t* x, long M, const uint16_t* residual, int threads) const {
     std::vector<uint16_t> y((size_t)(M * width()));
     infer_linear(layer_, x, shape_.K, residual, (char*)y.data(), M, threads);
@@ -225,7 +227,7 @@ void check_linear(const char* isa, const LinearShape& s, Extent extent) {
     check(all == reference(x.data(), most, nullptr, 2), "%s: K %ld N %ld bits %d norm %d: not what portable gives", isa,
           s.K, s.N, s.bits, s.with_norm);
   if (s.bits == 16 && !s.gate)
-    check(layer.columns() == weight, "%s: K %ld N %ld: columns are not the weight", isa, s.K, s.N);
+    check(layer.weights() == weight, "%s: K %ld N %ld: columns are not the weight", isa, s.K, s.N);
   for (const long M : {1L, 2L, 3L, 5L, 7L, 13L, 16L, 17L, 32L, 33L, 64L, 70L}) {
     if (M > most) break;
     const long first = (M * 7) % (most - M + 1);
@@ -252,6 +254,8 @@ struct BlockShape {
   long inputs, bytes;        // of a block
   std::vector<long> halves;  // where its numbers in float16 are
   long exponent = -1;        // where its exponent of 2 is, if it has one
+
+  long row_bytes(long K) const { return (K + inputs - 1) / inputs * bytes; }
 };
 
 const BlockShape BLOCK_SHAPES[] = {
@@ -280,13 +284,13 @@ std::vector<uint8_t> random_blocks(const BlockShape& s, long count, uint64_t see
 
 class BlockLayer {
  public:
-  BlockLayer(const char* isa, const BlockShape& s, long N, long K, const std::vector<uint8_t>& rows, long row_bytes = 0)
+  BlockLayer(const char* isa, const BlockShape& s, long N, long K, const std::vector<uint8_t>& rows)
       : N_(N),
         K_(K),
         types_((size_t)((N + 31) / 32), s.type),
         packed_((N + 31) / 32 * infer_blocks_panel_bytes(s.type, K)) {
     layer_ = infer_linear_new(isa, packed_.at, N, K, 8, 0, 0, 0, nullptr, nullptr, 0, types_.data());
-    infer_linear_pack_blocks(layer_, rows.data(), s.type, N, row_bytes ? row_bytes : K / s.inputs * s.bytes, 0, 2);
+    infer_linear_pack_blocks(layer_, rows.data(), s.type, N, s.row_bytes(K), 0, 2);
   }
   BlockLayer(const BlockLayer&) = delete;
   BlockLayer& operator=(const BlockLayer&) = delete;
@@ -296,13 +300,7 @@ class BlockLayer {
     infer_linear(layer_, x, K_, nullptr, (char*)y.data(), M, threads);
     return y;
   }
-  std::vector<uint16_t> weights() const {
-    std::vector<int64_t> columns;
-    for (long n = 0; n < N_; ++n) columns.push_back(n);
-    std::vector<uint16_t> y((size_t)(N_ * K_));
-    infer_linear_columns(layer_, columns.data(), N_, y.data(), 2);
-    return y;
-  }
+  std::vector<uint16_t> weights() const { return columns_of(layer_, N_, K_); }
 
  private:
   const long N_, K_;
@@ -338,11 +336,11 @@ void check_blocks(const char* isa, const BlockShape& s, Extent extent) {
 
 // Weights of any width that are made into blocks are read back, and nothing behind them is written.
 void check_fitted(const char* isa, const BlockShape& s, long K) {
-  const long N = 35, row_bytes = (K + s.inputs - 1) / s.inputs * s.bytes;
+  const long N = 35;
   const std::vector<uint16_t> weight = random_bfloat16(N * K, 1, 31 + (uint64_t)K);
-  std::vector<uint8_t> rows((size_t)(N * row_bytes));
+  std::vector<uint8_t> rows((size_t)(N * s.row_bytes(K)));
   infer_fit_blocks(s.type, weight.data(), K, N, K, rows.data(), 2);
-  const std::vector<uint16_t> found = BlockLayer(isa, s, N, K, rows, row_bytes).weights();
+  const std::vector<uint16_t> found = BlockLayer(isa, s, N, K, rows).weights();
   double squares = 0, errors = 0;
   for (size_t i = 0; i < weight.size(); ++i) {
     squares += std::pow(to_float(weight[i]), 2);

@@ -246,8 +246,8 @@ def read_hyperclovax(architecture: str, reader: ConfigReader) -> ModelConfig:
 
 def read_granite_swa(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Granite with windows: sinks, and a base of RoPE for each layer (0: none)."""
-    reader.use_defaults(num_key_value_heads=4,
-        rms_norm_eps=1e-5, max_position_embeddings=8192, sliding_window=128,
+    reader.use_defaults(
+        num_key_value_heads=4, rms_norm_eps=1e-5, max_position_embeddings=8192, sliding_window=128,
         tie_word_embeddings=True,
     )  # fmt: skip
     config = read_granite(architecture, reader)

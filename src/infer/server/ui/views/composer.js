@@ -230,10 +230,12 @@ class ChatComposer extends PageElement {
     if (this._isSending) return;
     if (!chats.current || !server.isKnown) {
       // The page is still being opened, for somebody who is faster.
+      const written = this.draft.text;
       this._isSending = true;
       await chats.opened;
       while (!server.isKnown) await new Promise((resolve) => server.addEventListener("change", resolve, { once: true }));
       this._isSending = false;
+      if (written !== this.draft.text) return;
     }
     if (!this._isReady() || this.isBusy) return;
     const { text, files } = this.draft;
