@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.page.test_engine_view import asked
 from tests.page.test_full_context import PASTE
 from tests.page.test_hostile_texts import ACTS, SEEDS
 from tests.page.test_journeys import siblings_are
 from tests.support.page_driver import ANSWERS, Reader, Wire
+from tests.support.raw_http import HEAD, connect
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 STORY = "Tell me a story about a fox."
+
+
+@contextmanager
+def full(url: str) -> Iterator[None]:
+    """Requests for twice the slots that there are, which are left at the end: whoever comes
+    meanwhile waits for as long as it takes."""
+    body = json.dumps({"prompt": STORY, "max_tokens": 1900, "ignore_eos": True}).encode()
+    with ExitStack() as clients:
+        for _ in range(64):
+            client = clients.enter_context(connect(url))
+            client.sendall(f"{HEAD}content-length: {len(body)}\r\n\r\n".encode() + body)
+        yield
 
 
 def begun(reader: Reader, wire: Wire, max_tokens: int = 300) -> str:
@@ -78,7 +91,7 @@ def test_a_silent_stream_says_why(person: Reader) -> None:
     """Each state of the server's status, as a stream that is silent for two seconds shows it."""
     page = person.page
     person.settings({"max_tokens": 1900, "temperature": 0, "ignore_eos": True})
-    with asked(person.url, 40, 500):  # there are 32 slots
+    with full(person.url):
         person.send(STORY)
         page.wait_for_selector(".waiting")
         page.wait_for_selector(".silence")

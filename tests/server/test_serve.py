@@ -250,7 +250,7 @@ def test_files_are_looked_at_before_the_model_is_loaded(
     monkeypatch.setitem(sys.modules, "infer.replicas.launch", Launch)
     nowhere = tmp_path / "no" / "file"
     assert code_of("--port", "0", "--api-keys", str(nowhere)) == 2
-    assert "is not a file of keys" in capsys.readouterr().err
+    assert "file cannot be read (No such file or directory)" in capsys.readouterr().err
     for url in (f"sqlite:///{nowhere}", "foo://bar"):
         assert code_of("--port", "0", "--sessions", url) == 2
         assert "sessions: the database cannot be used" in capsys.readouterr().err

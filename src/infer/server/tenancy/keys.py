@@ -151,9 +151,14 @@ class Keys:
             status = os.stat(self._path)
             entries = parse_json(read_text(self._path, MAX_LIST_BYTES))["keys"]
             keys = [_read_key(entry) for entry in entries]
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, LoadError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
-            message = f"{self._path.name} is not a file of keys ({reason})"
+        except OSError as error:
+            message = f"{self._path.name} cannot be read ({error.strerror})"
+            user = f"this process runs as user {os.geteuid()}"
+            raise ConfigError(
+                "api_keys", f"{message}; {user}; infer keys create makes such a file"
+            ) from None
+        except (ValueError, TypeError, KeyError, AttributeError, LoadError) as error:
+            message = f"{self._path.name} is not a file of keys ({error})"
             raise ConfigError("api_keys", f"{message}; make one with infer keys create") from None
         self._keys = keys
         self._by_digest = {key.sha256: key for key in keys}
