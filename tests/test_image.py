@@ -10,7 +10,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.reliability.test_rolls import free_port
+from tests.support.containers import log_of, must_run, podman
 from tests.support.serving import until
 
 yaml = pytest.importorskip("yaml")
@@ -28,27 +28,12 @@ pytestmark = [pytest.mark.peer, pytest.mark.timeout(3000)]
 ROOT = Path(__file__).parents[1]
 BASE = "docker.io/library/python:3.12-slim-bookworm"
 MOST_BYTES = 1_500_000_000
-
-
 Serve = Callable[..., "AbstractContextManager[Container]"]
-
-
-def podman(*command: object, fails: bool = False) -> str:
-    """What podman prints; what it says of a failure where one is expected."""
-    done = subprocess.run(
-        ["podman", *map(str, command)], capture_output=True, text=True, encoding="utf-8"
-    )
-    assert fails or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stderr if fails else done.stdout
 
 
 @pytest.fixture(scope="module")
 def image() -> str:
-    if shutil.which("podman") is None:
-        pytest.skip("podman is not installed")
-    reason = podman("run", "--rm", os.environ.get("INFER_IMAGE", BASE), "--help", fails=True)
-    if "Error" in reason:
-        pytest.skip(f"podman runs no container here: {reason.strip()[-200:]}")
+    must_run(os.environ.get("INFER_IMAGE", BASE))
     if built := os.environ.get("INFER_IMAGE"):
         return built
     index = os.environ.get("TORCH_INDEX", "")
@@ -128,10 +113,7 @@ class Container:
         return podman("exec", self.name, *command)
 
     def log(self) -> str:
-        done = subprocess.run(
-            ["podman", "logs", self.name], capture_output=True, text=True, encoding="utf-8"
-        )
-        return done.stdout + done.stderr
+        return log_of(self.name)
 
 
 SERVE = ("serve", "--api-keys", "/run/secrets/keys")

@@ -1,8 +1,9 @@
-"""The commands of docs/operate.md, as far as a machine without systemd can run them.
+"""The commands of docs/operate.md: to the letter in a container with systemd, which takes minutes
+(it compiles the kernels), and as far as a machine without systemd can run them.
 
-The files are those of `deploy/`, with the ports of the test: a server with a key, which reports to
-a socket as to systemd, HAProxy with TLS in front of it, and Prometheus, which scrapes it.
-`pytest -m peer tests/reliability/test_fresh_machine.py`
+There the files are those of `deploy/`, with the ports of the test: a server with a key, which
+reports to a socket as to systemd, HAProxy with TLS in front of it, and Prometheus, which scrapes
+it. `pytest -m peer tests/reliability/test_fresh_machine.py`
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 from tests.reliability.test_rolls import free_port
+from tests.support.containers import Machine, machine
 from tests.support.raw_http import connect, read_answer
 from tests.support.server_process import ENV, ROOT
 from tests.support.serving import until
@@ -31,12 +33,95 @@ DEPLOY = ROOT / "deploy"
 INFER = [sys.executable, "-m", "infer"]
 
 
-def test_the_commands_are_few_and_their_files_exist() -> None:
+STREAM = (
+    """curl -sN -H 'Authorization: Bearer KEY' -H 'Content-Type: application/json' -d '"""
+    """{"model": "infer-demo", "prompt": "Once", "max_tokens": 1500, "ignore_eos": true,"""
+    """ "temperature": 0, "stream": true}' https://models.example.org/v1/completions"""
+)
+
+
+def commands() -> list[str]:
     page = (ROOT / "docs/operate.md").read_text(encoding="utf-8")
-    commands = page.split("```bash\n")[1].split("```")[0].splitlines()
-    assert 0 < len(commands) <= 12
-    for file in re.findall(r"deploy/\S+", "\n".join(commands)):
+    return page.split("```bash\n")[1].split("```")[0].splitlines()
+
+
+def test_the_commands_are_few_and_their_files_exist() -> None:
+    assert 0 < len(commands()) <= 12
+    for file in re.findall(r"deploy/\S+", "\n".join(commands())):
         assert (ROOT / file).exists(), file
+
+
+@pytest.mark.timeout(3000)
+def test_the_commands_under_systemd(tmp_path: Path) -> None:
+    """Each as it stands on the page; then what a unit is there for."""
+    certificate, private = make_certificate(tmp_path, "models", "models.example.org")
+    with machine("--add-host=models.example.org:127.0.0.1") as host:
+        send_source(host)
+        host.run("mkdir -p /etc/haproxy")
+        host.put(Path(certificate), "/root/ca.pem")
+        host.put(Path(private), "/root/ca.key")
+        host.run("cat ca.pem ca.key > /etc/haproxy/infer.pem")
+        key = ""
+        for command in commands():
+            if command.startswith("curl "):
+                command = "export CURL_CA_BUNDLE=/root/ca.pem; " + command.replace("KEY", key)
+            printed = host.run(command, "/root/infer")
+            if " keys create " in command:
+                key = printed.strip()
+        assert json.loads(printed)["data"][0]["id"] == "infer-demo"
+        until(lambda: scraped(host, "up") == "1", 60)
+        the_unit_keeps_its_streams(host, key)
+        the_unit_comes_back(host, "KILL")
+        the_unit_comes_back(host, "STOP")
+        refused = (
+            "for each in /etc/x /usr/x /root/x; do touch $each && echo wrote $each; done; true"
+        )
+        inside = f"nsenter -t {host.property('infer', 'MainPID')} -m runuser -u infer --"
+        assert host.run(f"{inside} sh -c '{refused}' 2>/dev/null") == ""
+
+
+def send_source(host: Machine) -> None:
+    """The files of this tree that git knows, at /root/infer."""
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    pack = ["tar", "--null", "--files-from=-", "-cf", "-"]
+    packed = subprocess.run(pack, cwd=ROOT, input=files.stdout, capture_output=True, check=True)
+    unpack = ["podman", "exec", "-i", host.name, "bash", "-c"]
+    into = "mkdir -p /root/infer && tar -C /root/infer -xf -"
+    subprocess.run([*unpack, into], input=packed.stdout, check=True)
+
+
+def scraped(host: Machine, query: str) -> str:
+    url = f"http://127.0.0.1:9090/api/v1/query?query={query}"
+    found = json.loads(host.run(f"curl -s '{url}' || echo '{{}}'")).get("data", {}).get("result")
+    return str(found[0]["value"][1]) if found else ""
+
+
+def the_unit_keeps_its_streams(host: Machine, key: str) -> None:
+    """Through a restart, a reload and the death of the engine."""
+    read = f"export CURL_CA_BUNDLE=/root/ca.pem; {STREAM.replace('KEY', key)}"
+    whole = host.run(read)
+    assert whole.endswith("data: [DONE]\n\n")
+    for event in ("systemctl restart infer", "systemctl reload infer", "pkill -9 -x infer-engine"):
+        seen = host.run(f"({read} > /root/seen) & sleep 0.4; {event}; wait; cat /root/seen")
+        assert text_of(seen) == text_of(whole), event
+        until(lambda: host.property("infer", "ActiveState") == "active", 60)
+
+
+def text_of(stream: str) -> str:
+    events = [
+        line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data")
+    ]
+    assert events[-1:] == ["[DONE]"], stream[-500:]
+    return "".join(json.loads(each)["choices"][0]["text"] for each in events[:-1])
+
+
+def the_unit_comes_back(host: Machine, signal_name: str) -> None:
+    """After the death of its process, or when that does not answer its watchdog."""
+    old = host.property("infer", "MainPID")
+    host.run(f"kill -{signal_name} {old}")
+    until(lambda: host.property("infer", "MainPID") not in ("0", old), 120)
+    until(lambda: host.property("infer", "ActiveState") == "active", 60)
+    until(lambda: scraped(host, "up") == "1", 60)
 
 
 def test_a_served_model_behind_tls_that_is_scraped(tmp_path: Path) -> None:

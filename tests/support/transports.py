@@ -11,15 +11,16 @@ Transport = Literal["plain", "tls", "unix"]
 TRANSPORTS: tuple[Transport, ...] = ("plain", "tls", "unix")
 
 
-def make_certificate(folder: Path, name: str) -> tuple[str, str]:
-    """A self-signed certificate for 127.0.0.1 and its key."""
+def make_certificate(folder: Path, name: str, host: str = "127.0.0.1") -> tuple[str, str]:
+    """A self-signed certificate for this host, and its key."""
+    kind = "IP" if host.replace(".", "").isdecimal() else "DNS"
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     openssl = shutil.which("openssl")
     assert openssl, "the openssl program is needed to make a certificate"
     subprocess.run(
         [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1", "-addext",
-         "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)],
+         "-nodes", "-days", "2", "-subj", f"/CN={host}", "-addext",
+         f"subjectAltName={kind}:{host}", "-keyout", str(key), "-out", str(certificate)],
         check=True,
         capture_output=True,
         timeout=60,

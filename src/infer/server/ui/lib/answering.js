@@ -55,6 +55,9 @@ export class Answering extends EventTarget {
   /** Keep what is typed and not sent. @param {string} _id @param {string} _text @param {TextFile[]} _files */
   keepDraft(_id, _text, _files) {}
 
+  /** What is typed belongs to a conversation that has another id now. @param {string} _before @param {string} _after */
+  _moveDraft(_before, _after) {}
+
   /** Running answers of a conversation. @param {string} id */
   isBusy(id) {
     return this._busy.has(id);
@@ -139,14 +142,26 @@ export class Answering extends EventTarget {
     await this._run(tree, messages, "/v1/chat/completions", body, { before: path.slice(-2), undo });
   }
 
-  /** Whether the session of a conversation can take what ends with a message.
+  /** Whether the session of a conversation can take what ends with a message. It is busy from here on; its id may
+   * change: that of a session comes from the server.
    * @param {Tree} tree @param {Message} last @param {() => void} undo */
   async _isReady(tree, last, undo) {
+    const before = tree.conversation.id;
+    const isNew = !this.all.has(before);
+    this._busy.set(before, tree);
+    this.changed();
     try {
       await (await sessions()).prepareSession(tree, last);
-      this.all.set(tree.conversation.id, tree.conversation);
+      const { conversation } = tree;
+      if (isNew) this.all.delete(before); // the list may have been read meanwhile
+      this.all.set(conversation.id, conversation);
+      this._busy.delete(before);
+      this._busy.set(conversation.id, tree);
+      if (conversation.id !== before) this._moveDraft(before, conversation.id);
       return true;
     } catch (error) {
+      if (isNew) this.all.delete(before);
+      this._busy.delete(before);
       undo();
       this._refused(tree.conversation, error);
       return false;

@@ -38,7 +38,7 @@ class Chats extends Answering {
     /** Whether another conversation is being opened. */
     this.isOpening = false;
     storage.addEventListener("problem", () => this.changed());
-    storage.addEventListener("elsewhere", () => void this._reload());
+    storage.addEventListener("elsewhere", () => void this.refresh());
   }
 
   get current() {
@@ -69,8 +69,8 @@ class Chats extends Answering {
     if (now && known && known !== now) this.all.set(now.id, known.session ? now : Object.assign(now, known));
   }
 
-  /** Another tab has written. */
-  async _reload() {
+  /** Read the list and the open conversation again: another tab has written, or conversations were imported. */
+  async refresh() {
     await this._readList();
     const now = this.tree?.conversation;
     if (now && !this.isBusy(now.id)) {
@@ -105,7 +105,7 @@ class Chats extends Answering {
       else if (!isElsewhere && !each.resume) each.finish = "lost";
       else if (isElsewhere && !this._elsewhere.has(lock)) {
         this._elsewhere.add(lock);
-        void navigator.locks?.request(lock, () => { this._elsewhere.delete(lock); }).then(() => this._reload());
+        void navigator.locks?.request(lock, () => { this._elsewhere.delete(lock); }).then(() => this.refresh());
       }
     }
   }
@@ -137,6 +137,13 @@ class Chats extends Answering {
     this.drafts.delete(id);
     clearTimeout(this._writing);
     void storage.writeDraft(this.all.has(id) ? id : NEW, null);
+  }
+
+  /** @param {string} before @param {string} after */
+  _moveDraft(before, after) {
+    const draft = this.drafts.get(before);
+    this.dropDraft(before);
+    if (draft?.text || draft?.files.length) this.keepDraft(after, draft.text, draft.files);
   }
 
   async _readDraft() {

@@ -7,6 +7,11 @@ import { glyphs } from "../lib/glyphs.js";
 import { t } from "../lib/i18n.js";
 
 export class PageDialog extends PageElement {
+  constructor() {
+    super();
+    this._hasFocused = false;
+  }
+
   /** Key of the dialog's title. */
   get heading() {
     return "";
@@ -14,9 +19,15 @@ export class PageDialog extends PageElement {
 
   firstUpdated() {
     /** @type {HTMLDialogElement} */ (this.querySelector("dialog")).showModal();
+  }
+
+  updated() {
     // A phone would show its keyboard over the dialog.
-    if (!matchMedia("(pointer: fine)").matches) return;
-    /** @type {HTMLElement | null} */ (this.querySelector(".content :is(input, select, textarea):not([hidden])"))?.focus();
+    if (this._hasFocused || !matchMedia("(pointer: fine)").matches) return;
+    /** @type {HTMLElement | null} */
+    const first = this.querySelector(".content :is(input, select, textarea):not([hidden])");
+    first?.focus();
+    this._hasFocused = Boolean(first); // it may come later
   }
 
   close() {

@@ -27,6 +27,7 @@ class SettingsDialog extends PageDialog {
     /** Why a file of tools was not taken. */
     this.toolsFault = "";
     this.hears(server, "change"); // the fields and their limits may come later
+    void chats.opened.then(() => this.requestUpdate());
   }
 
   get heading() {
@@ -89,9 +90,9 @@ class SettingsDialog extends PageDialog {
       </div></details>
       <fieldset><legend>${t("settings.keeping")}</legend>
         <label class="check"><input type="checkbox" .checked=${recall("newOnServer", false)}
-          @change=${(/** @type {Event} */ event) => { keep("newOnServer", isChecked(event)); if (isChecked(event)) { keep("hasSessions", true); void chats.load(chats.current?.id ?? ""); } }}> ${t("settings.on-server")}</label>
+          @change=${(/** @type {Event} */ event) => { keep("newOnServer", isChecked(event)); if (isChecked(event)) { keep("hasSessions", true); void chats.refresh(); } }}> ${t("settings.on-server")}</label>
         <label class="check"><input type="checkbox" .checked=${recall("hasSessions", false)}
-          @change=${(/** @type {Event} */ event) => { keep("hasSessions", isChecked(event)); void chats.load(chats.current?.id ?? ""); }}> ${t("settings.show-server")}</label>
+          @change=${(/** @type {Event} */ event) => { keep("hasSessions", isChecked(event)); void chats.refresh(); }}> ${t("settings.show-server")}</label>
         <transfer-panel></transfer-panel>
       </fieldset>
     `;

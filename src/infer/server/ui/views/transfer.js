@@ -53,7 +53,7 @@ class TransferPanel extends PageElement {
         if (await isHere(read, [...chats.all.values()])) numHere += 1;
         else await storage.write({ ...conversation, origin }, messages);
       }
-      await chats.load(chats.current?.id ?? "");
+      await chats.refresh();
       this.isBad = !found.length;
       this.said = t("transfer.done", { n: found.length - numHere });
       if (numHere) this.said += ` ${t("transfer.here", { n: numHere })}`;
