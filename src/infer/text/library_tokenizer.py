@@ -14,6 +14,7 @@ from infer.errors import LoadError
 from infer.files import reading
 from infer.text.checkpoint_text import TextFiles
 from infer.text.grammars.compiler import Vocabulary
+from infer.text.grammars.token_pieces import token_pieces
 
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -64,4 +65,6 @@ def read_vocabulary(files: TextFiles, num_logits: int) -> Vocabulary:
         tokenizer = library_tokenizer(files)
         vocab = tokenizer.get_vocab()
         ends = end_token_ids(files, vocab)
-        return Vocabulary(tokenizer.to_str(), max(vocab.values(), default=-1) + 1, ends, num_logits)
+        pieces = token_pieces(tokenizer)
+        known = tokenizer.to_str() if pieces is None else pieces
+        return Vocabulary(known, max(vocab.values(), default=-1) + 1, ends, num_logits)

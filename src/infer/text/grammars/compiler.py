@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import llguidance
 import numpy as np
+import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from infer.text.grammars.token_pieces import TokenPieces, name_of_hole, token_pieces
 from infer.types.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -83,16 +85,26 @@ def _trie(tokens: _Tokens, ends: list[int]) -> LLTokenizer:
     return trie
 
 
-def _trie_of(tokenizer_json: str, num_tokens: int, ends: list[int]) -> LLTokenizer:
-    """The tokens of a tokenizer, for a vocabulary of `num_tokens`.
+def read_pieces(tokenizer_json: str, num_tokens: int, ends: list[int]) -> TokenPieces:
+    """The tokens of a tokenizer as llguidance reads them, for a vocabulary of `num_tokens`.
 
-    llguidance reads the tokens, and then a second trie is made of them: the first one would keep
-    the whole tokenizer in memory, 33 MiB for 128,000 tokens.
+    Its object is not kept: it has the whole tokenizer in memory, 33 MiB for 128,000 tokens.
     """
     whole = LLTokenizer(tokenizer_json, n_vocab=num_tokens, eos_token=ends, slices=[])
     ids = range(num_tokens)
     pieces = [whole.decode_bytes([token]) for token in ids]
-    special = [token for token in ids if whole.is_special_token(token)]
+    return TokenPieces(pieces, [token for token in ids if whole.is_special_token(token)])
+
+
+def _trie_of(vocabulary: Vocabulary, num_tokens: int, ends: list[int]) -> LLTokenizer:
+    """The tokens of a vocabulary, and as many that no text has as are missing to `num_tokens`."""
+    tokenizer = vocabulary.tokenizer
+    if isinstance(tokenizer, str):
+        pieces, special = read_pieces(tokenizer, num_tokens, ends)
+    else:
+        missing = range(len(tokenizer.pieces), num_tokens)
+        pieces = [*tokenizer.pieces, *map(name_of_hole, missing)]
+        special = [*tokenizer.special, *missing]
     return _trie(_Tokens(pieces, special, ends[0]), ends)
 
 
@@ -229,8 +241,8 @@ class Constraint:
 class Vocabulary(NamedTuple):
     """The vocabulary for which grammars are compiled, as plain data."""
 
-    tokenizer_json: str
-    """Tokenizer as JSON; see `Tokenizer.to_json`."""
+    tokenizer: str | TokenPieces
+    """Tokenizer as JSON (see `Tokenizer.to_json`), or the bytes of its tokens."""
     num_tokens: int
     """Number of tokens of the tokenizer."""
     eos_token_ids: tuple[int, ...]
@@ -243,6 +255,13 @@ class Vocabulary(NamedTuple):
         """The vocabulary of a tokenizer, for a model with this number of logits."""
         ends = tuple(tokenizer.eos_token_ids)
         return cls(tokenizer.to_json(), tokenizer.vocab_size, ends, num_logits)
+
+    def read(self) -> Vocabulary:
+        """The same with the bytes of the tokens in place of JSON, if they can be had so."""
+        if not isinstance(self.tokenizer, str):
+            return self
+        pieces = token_pieces(tokenizers.Tokenizer.from_str(self.tokenizer))
+        return self if pieces is None else self._replace(tokenizer=pieces)
 
 
 class Compiled(NamedTuple):
@@ -345,7 +364,7 @@ class Compiler:
         self._ends = vocabulary.eos_token_ids
         ends = list(vocabulary.eos_token_ids) or [size]  # llguidance needs at least one end token
         size = max(size, *(end + 1 for end in ends))
-        self._trie = _trie_of(vocabulary.tokenizer_json, size, ends)
+        self._trie = _trie_of(vocabulary, size, ends)
         self.cache = CompiledGrammars(self._compile, cache_bytes)
 
     @property

@@ -65,5 +65,5 @@ def verdict_on(compiler: Compiler, grammar: Grammar) -> Verdict:
 def prepare(value: Any) -> tuple[bool, Callable[[Any], Verdict]]:
     """(True, the work for `text.untrusted.worker`) for a vocabulary."""
     json_text, num_tokens, ends, num_logits = value
-    compiler = Compiler(Vocabulary(json_text, num_tokens, tuple(ends), num_logits))
+    compiler = Compiler(Vocabulary(json_text, num_tokens, tuple(ends), num_logits).read())
     return True, lambda grammar: verdict_on(compiler, Grammar(*grammar))
