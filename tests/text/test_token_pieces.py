@@ -49,7 +49,7 @@ def test_families(name: str) -> None:
     special = [f"S{word}" for word in WORDS]
     tokenizer.add_tokens([AddedToken(word, special=True, normalized=False) for word in special])
     pieces, _ = same(tokenizer)
-    assert pieces[tokenizer.token_to_id("日本")] == "日本".encode()
+    assert "日本".encode() in pieces
 
 
 def test_tokens_that_look_like_something_else() -> None:
