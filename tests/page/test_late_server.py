@@ -16,7 +16,8 @@ SESSIONS = "**/v1/sessions"
 
 
 def hold(page: Any, method: str) -> Callable[[], int]:
-    """Hold requests for sessions back; the function lets them go, and returns how many it were."""
+    """Hold requests for sessions back; the function waits for the first, lets them go, and returns
+    how many it were. A page that is left may have made one, too."""
     held: list[Any] = []
     is_open = False
 
@@ -28,6 +29,8 @@ def hold(page: Any, method: str) -> Callable[[], int]:
 
     def let_go() -> int:
         nonlocal is_open
+        while not held:
+            page.wait_for_timeout(30)
         is_open = True
         for route in held:
             route.continue_()
@@ -45,7 +48,7 @@ def test_a_list_that_comes_late_leaves_the_conversation_open(reader: Reader, box
     reader.send("What is 1 + 1?")
     reader.until("document.querySelectorAll('.message.user').length == 1")
     page.fill(FIELD, "and then")
-    assert let_go() == 1
+    let_go()
     page.wait_for_selector(".message.assistant .figures")
     page.wait_for_selector(".conversations button.open")
     assert reader.questions() == ["What is 1 + 1?"]
@@ -87,5 +90,5 @@ def test_a_dialog_that_is_opened_before_the_conversations_gets_its_fields_and_th
     page.wait_for_selector(FIELD)
     reader.use("header.topbar button:last-child")
     page.wait_for_selector("settings-dialog dialog[open]")
-    assert let_go() == 1
+    let_go()
     page.wait_for_selector("settings-dialog .content textarea:focus")

@@ -160,13 +160,14 @@ def test_what_is_written_while_the_page_opens_is_not_lost(reader: Reader, late: 
     page.route(late, lambda route: held.append(route))
 
     def opened(text: str) -> None:
+        held.clear()  # those of the page before
         page.reload()
         page.wait_for_selector(".composer textarea")
         page.fill(".composer textarea", text)
+        while not held:
+            page.wait_for_timeout(30)
 
     opened("half a sentence")
-    page.wait_for_timeout(300)
-    assert held, "nothing was late"
     held.pop().continue_()
     page.wait_for_selector("button.send:enabled")
     assert page.input_value(".composer textarea") == "half a sentence"
