@@ -1,4 +1,5 @@
-"""Rolling restarts behind HAProxy and nginx, with the blocks of docs/proxies.md: nothing is lost.
+"""Rolling restarts behind HAProxy, nginx and Envoy, with the blocks of docs/proxies.md: nothing is
+lost.
 
 Two servers with the shipped model are restarted in turn, ten times, under streams and plain
 requests. `pytest -m peer tests/reliability/test_rolls.py`; skipped where a proxy is not installed.
@@ -48,8 +49,9 @@ def block_of(heading: str, ports: list[int]) -> str:
     """The block below a heading of the page, with the servers of the test."""
     text = BLOCKS.split(f"### {heading}\n")[1].split("```")[1].partition("\n")[2]
     for number, port in enumerate(ports, 1):
-        assert f"10.0.0.{number}:8000" in text
-        text = text.replace(f"10.0.0.{number}:8000", f"127.0.0.1:{port}")
+        for between in (":", ", port_value: "):
+            text = text.replace(f"10.0.0.{number}{between}8000", f"127.0.0.1{between}{port}")
+        assert str(port) in text
     return text
 
 
@@ -163,6 +165,25 @@ def nginx(folder: Path, ports: list[int], tls: Path | None = None) -> Iterator[s
             process.send_signal(signal.SIGQUIT)
 
 
+@contextmanager
+def envoy(folder: Path, ports: list[int]) -> Iterator[str]:
+    """As `haproxy`."""
+    program = shutil.which("envoy")
+    if program is None:
+        pytest.skip("envoy is not installed")
+    port = free_port()
+    text = block_of("Envoy", ports)
+    text = text.replace("0.0.0.0, port_value: 8080", f"127.0.0.1, port_value: {port}")
+    file = folder / "envoy.yaml"
+    file.write_text(text, encoding="utf-8")
+    options = ["--log-path", str(folder / "envoy.log"), "--use-dynamic-base-id"]
+    with subprocess.Popen([program, "-c", str(file), *options]) as process:
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+
+
 def end_of(answer: bytes, is_stream: bool) -> str:
     """How an answer has ended: `whole`, or what is wrong with it."""
     head, _, body = answer.partition(b"\r\n\r\n")
@@ -172,7 +193,7 @@ def end_of(answer: bytes, is_stream: bool) -> str:
     return "whole" if whole else f"cut off: {body[-60:]!r}"
 
 
-@pytest.mark.parametrize("proxy", [haproxy, nginx], ids=["haproxy", "nginx"])
+@pytest.mark.parametrize("proxy", [haproxy, nginx, envoy])
 def test_ten_restarts_lose_nothing(proxy: Any, tmp_path: Path) -> None:
     ends: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}
     is_over = threading.Event()
