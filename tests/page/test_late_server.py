@@ -15,7 +15,7 @@ FIELD = ".composer textarea"
 SESSIONS = "**/v1/sessions"
 
 
-def hold(page: Any, method: str) -> Callable[[], int]:
+def hold(page: Any, method: str, pattern: str = SESSIONS) -> Callable[[], int]:
     """Hold requests for sessions back; the function waits for the first, lets them go, and returns
     how many it were. A page that is left may have made one, too."""
     held: list[Any] = []
@@ -36,7 +36,7 @@ def hold(page: Any, method: str) -> Callable[[], int]:
             route.continue_()
         return len(held)
 
-    page.route(SESSIONS, pass_on)
+    page.route(pattern, pass_on)
     return let_go
 
 
@@ -92,3 +92,56 @@ def test_a_dialog_that_is_opened_before_the_conversations_gets_its_fields_and_th
     page.wait_for_selector("settings-dialog dialog[open]")
     let_go()
     page.wait_for_selector("settings-dialog .content textarea:focus")
+
+
+def test_the_conversation_that_was_opened_last_is_shown(reader: Reader) -> None:
+    page = reader.page
+    keep_on_server(reader, "settings.on-server")
+    reader.ask("What is 5 + 1?")
+    page.keyboard.press("Control+Shift+o")
+    page.wait_for_selector(".message", state="detached")
+    reader.ask("What is 6 + 1?")
+    let_go = hold(page, "GET", "**/v1/sessions/*")
+    page.click(".conversations button.open[title='What is 5 + 1?']")
+    page.wait_for_timeout(100)
+    page.keyboard.press("Control+Shift+o")
+    page.wait_for_selector(".message", state="detached")
+    page.fill(FIELD, "a new one")
+    let_go()
+    page.wait_for_timeout(500)
+    assert reader.questions() == []
+    assert page.input_value(FIELD) == "a new one"
+    page.click(".conversations button.open[title='What is 5 + 1?']")
+    page.wait_for_selector(".message.assistant")
+    assert reader.questions() == ["What is 5 + 1?"]
+
+
+@pytest.mark.parametrize("method", ["PATCH", "DELETE"])
+def test_what_the_server_refuses_has_not_happened_and_is_said(reader: Reader, method: str) -> None:
+    page, row = reader.page, ".conversations li:has(button.open[title='What is 7 + 1?'])"
+    keep_on_server(reader, "settings.on-server")
+    reader.ask("What is 7 + 1?")
+    page.route(
+        "**/v1/sessions/*",
+        lambda route: (
+            route.fulfill(status=500, json={"error": {"message": "the disk is full"}})
+            if route.request.method == method
+            else route.continue_()
+        ),
+    )
+    page.hover(row)
+    page.click(f"{row} .acts button >> nth={2 if method == 'DELETE' else 1}")
+    if method == "DELETE":
+        page.click("button.sure")
+    else:
+        page.fill("input.rename", "Another title")
+        page.press("input.rename", "Enter")
+    page.wait_for_selector(".composer .fault:has-text('the disk is full')")
+    page.wait_for_selector(row)
+    assert reader.questions() == ["What is 7 + 1?"]
+    page.unroute("**/v1/sessions/*")
+    page.hover(row)
+    page.click(f"{row} .acts button >> nth=2")
+    page.click("button.sure")
+    page.wait_for_selector(row, state="detached")
+    page.wait_for_selector(".message", state="detached")

@@ -37,6 +37,8 @@ class Chats extends Answering {
     this.opened = new Promise((resolve) => { this._isOpened = resolve; });
     /** Whether another conversation is being opened. */
     this.isOpening = false;
+    /** How often a conversation was opened: what is read for an earlier one comes too late. */
+    this._numOpened = 0;
     storage.addEventListener("problem", () => this.changed());
     storage.addEventListener("elsewhere", () => void this.refresh());
   }
@@ -69,27 +71,34 @@ class Chats extends Answering {
     if (now && known && known !== now) this.all.set(now.id, known.session ? now : Object.assign(now, known));
   }
 
+  /** @param {Tree} tree */
+  _show(tree) {
+    this.tree = tree;
+  }
+
   /** Read the list and the open conversation again: another tab has written, or conversations were imported. */
   async refresh() {
     await this._readList();
-    const now = this.tree?.conversation;
-    if (now && !this.isBusy(now.id)) {
-      if (this.all.has(now.id)) await this._read(now);
-      else if (this.tree?.byId.size) await this.open("");
+    const shown = this.tree;
+    const turn = this._numOpened;
+    if (shown && !this.isBusy(shown.conversation.id)) {
+      if (this.all.has(shown.conversation.id)) {
+        const tree = await this._treeOf(shown.conversation);
+        if (turn === this._numOpened && this.tree === shown) this._show(tree);
+      } else if (shown.byId.size) await this.open("");
     }
     this.changed();
   }
 
   /** @param {Conversation} conversation */
-  async _read(conversation) {
+  async _treeOf(conversation) {
     const busy = this._busy.get(conversation.id);
-    if (busy) this.tree = busy;
-    else {
-      const messages = conversation.session ? await (await sessions()).readSession(conversation) : await storage.messages(conversation.id);
-      const since = this._busy.get(conversation.id); // a message that was sent meanwhile stands only there
-      this.tree = since ?? new Tree(conversation, messages);
-      if (!since) await this._takeUp(this.tree, messages);
-    }
+    if (busy) return busy;
+    const messages = conversation.session ? await (await sessions()).readSession(conversation) : await storage.messages(conversation.id);
+    const since = this._busy.get(conversation.id); // a message that was sent meanwhile stands only there
+    const tree = since ?? new Tree(conversation, messages);
+    if (!since) await this._takeUp(tree, messages);
+    return tree;
   }
 
   /** Answers whose tab has gone: this one takes them up, if the server has them. Those of another tab come when it
@@ -158,20 +167,22 @@ class Chats extends Answering {
   /** Open a conversation; "" or an unknown id opens a new one. @param {string} id */
   async open(id) {
     const known = this.all.get(id);
+    const turn = (this._numOpened += 1);
+    this.isOpening = Boolean(known);
     if (known) {
-      this.isOpening = true;
+      let tree = new Tree(known, []);
       try {
-        await this._read(known);
+        tree = await this._treeOf(known);
       } catch (error) {
-        this.tree = new Tree(known, []);
-        this.errors.set(known.id, error instanceof ApiError ? error : new ApiError("failed", String(error)));
-      } finally {
-        this.isOpening = false;
+        this._refused(known, error);
       }
+      if (turn !== this._numOpened) return;
+      this.isOpening = false;
+      this._show(tree);
     } else if (!this.current || this.all.has(this.current.id)) {
       const last = recall("defaults", /** @type {Record<string, any>} */ ({}));
       const system = recall("system", "");
-      this.tree = new Tree(newConversation({ sampling: { ...last }, system }), []);
+      this._show(new Tree(newConversation({ sampling: { ...last }, system }), []));
     }
     this._adoptDraft();
     this.changed();
@@ -220,10 +231,16 @@ class Chats extends Answering {
 
   /** @param {Conversation} conversation @param {string} title */
   async rename(conversation, title) {
-    conversation.title = titleOf(title) || conversation.title;
-    if (conversation.session) await (await sessions()).renameSession(conversation);
-    await this._write(conversation);
+    const before = conversation.title;
+    conversation.title = titleOf(title) || before;
     this.changed();
+    try {
+      if (conversation.session) await (await sessions()).renameSession(conversation);
+      await this._write(conversation);
+    } catch (error) {
+      conversation.title = before;
+      this._refused(this.current ?? conversation, error);
+    }
   }
 
   /** @param {Conversation} conversation */
@@ -237,14 +254,24 @@ class Chats extends Answering {
     this.changed();
   }
 
-  /** @param {Conversation} conversation */
+  /** Whether the conversation is gone: the server may not have deleted it. @param {Conversation} conversation */
   async remove(conversation) {
     for (const each of this.running.values()) {
       if (each.message.conversation === conversation.id) each.stop();
     }
     this.all.delete(conversation.id);
-    if (conversation.session) await (await sessions()).removeSession(conversation);
-    else {
+    this.changed();
+    if (conversation.session) {
+      try {
+        await (await sessions()).removeSession(conversation);
+      } catch (error) {
+        if (!(error instanceof ApiError && error.status === 404)) {
+          this.all.set(conversation.id, conversation);
+          this._refused(this.current ?? conversation, error);
+          return false;
+        }
+      }
+    } else {
       const removed = { conversation, messages: await storage.messages(conversation.id) };
       await storage.removeConversation(conversation.id);
       this.removed = removed;
@@ -258,6 +285,7 @@ class Chats extends Answering {
       await this.open("");
     }
     this.changed();
+    return true;
   }
 
   /** Bring back what was deleted last. */

@@ -205,8 +205,8 @@ class SideBar extends PageElement {
   /** @param {Conversation} each */
   async _removed(each) {
     const wasOpen = chats.current?.id === each.id;
-    await chats.remove(each);
-    if (wasOpen) go("chat");
+    const isGone = await chats.remove(each);
+    if (wasOpen && isGone) go("chat");
     await this.updateComplete;
     /** @type {HTMLElement | null} */ (this.querySelector(".undo") ?? this.querySelector(".search"))?.focus();
   }
