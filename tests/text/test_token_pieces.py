@@ -32,8 +32,12 @@ def of_tokens(tokens: list[str], decoder: Any, step: int = 1) -> tokenizers.Toke
     return tokenizer
 
 
+def pieces_of(tokenizer: tokenizers.Tokenizer) -> TokenPieces | None:
+    return token_pieces(tokenizer, tokenizer.get_vocab())
+
+
 def same(tokenizer: tokenizers.Tokenizer) -> TokenPieces:
-    found = token_pieces(tokenizer)
+    found = pieces_of(tokenizer)
     assert found is not None
     size = max(tokenizer.get_vocab().values()) + 1
     wanted = read_pieces(tokenizer.to_str(), size, [0])
@@ -62,7 +66,7 @@ def test_tokens_that_look_like_something_else() -> None:
 def test_ids_without_tokens() -> None:
     """llguidance knows no token whose id is not below the number of tokens, and takes a hole for
     text. Here such a token has its bytes, and a hole stands for none."""
-    dense, sparse = (token_pieces(of_tokens(ODD, SPACED, step)) for step in (1, 2))
+    dense, sparse = (pieces_of(of_tokens(ODD, SPACED, step)) for step in (1, 2))
     assert dense is not None
     assert sparse is not None
     assert sparse.pieces[::2] == dense.pieces
@@ -87,7 +91,7 @@ def test_ids_without_tokens() -> None:
 def test_what_is_not_known_is_left_to_llguidance(
     tokens: list[str], decoder: Any, step: int
 ) -> None:
-    assert token_pieces(of_tokens(tokens, decoder, step)) is None
+    assert pieces_of(of_tokens(tokens, decoder, step)) is None
 
 
 @pytest.mark.parametrize("name", ["<0xdeadbeef>", "<0xZZ>", "<0x"])

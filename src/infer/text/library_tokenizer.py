@@ -65,6 +65,6 @@ def read_vocabulary(files: TextFiles, num_logits: int) -> Vocabulary:
         tokenizer = library_tokenizer(files)
         vocab = tokenizer.get_vocab()
         ends = end_token_ids(files, vocab)
-        pieces = token_pieces(tokenizer)
+        pieces = token_pieces(tokenizer, vocab)
         known = tokenizer.to_str() if pieces is None else pieces
         return Vocabulary(known, max(vocab.values(), default=-1) + 1, ends, num_logits)

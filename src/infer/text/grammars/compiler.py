@@ -260,7 +260,8 @@ class Vocabulary(NamedTuple):
         """The same with the bytes of the tokens in place of JSON, if they can be had so."""
         if not isinstance(self.tokenizer, str):
             return self
-        pieces = token_pieces(tokenizers.Tokenizer.from_str(self.tokenizer))
+        tokenizer = tokenizers.Tokenizer.from_str(self.tokenizer)
+        pieces = token_pieces(tokenizer, tokenizer.get_vocab())
         return self if pieces is None else self._replace(tokenizer=pieces)
 
 

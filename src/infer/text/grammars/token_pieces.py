@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import tokenizers
@@ -30,10 +30,10 @@ class TokenPieces(NamedTuple):
     """ids of the tokens that stand for no text"""
 
 
-def token_pieces(tokenizer: tokenizers.Tokenizer) -> TokenPieces | None:
-    """The pieces of all tokens; None for a kind of tokenizer that is not known here."""
+def token_pieces(tokenizer: tokenizers.Tokenizer, vocab: Mapping[str, int]) -> TokenPieces | None:
+    """The pieces of all tokens of `vocab`, which is `tokenizer.get_vocab()`; None for a kind of
+    tokenizer that is not known here."""
     piece_of = _reader(tokenizer)
-    vocab = tokenizer.get_vocab()
     size = max(vocab.values(), default=-1) + 1
     if piece_of is None or size > 2 * len(vocab):  # ids may be any numbers
         return None
