@@ -183,7 +183,7 @@ def test_an_import_of_ones_own_export_does_not_double(person: Reader, tmp_path: 
 
 def test_a_pinned_conversation_has_a_mark_and_the_model_is_the_headline(person: Reader) -> None:
     page = person.page
-    assert page.inner_text("header.topbar h1").strip() == "infer-demo"
+    page.wait_for_selector("header.topbar h1:has-text('infer-demo')")
     person.ask("What is 3 + 4?")
     assert not page.locator(".pinned").count()
     label = person.said("side.pin", title="What is 3 + 4?")

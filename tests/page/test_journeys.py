@@ -88,7 +88,7 @@ def test_a_reload_keeps_the_answer_so_far_and_it_goes_on_without_a_seam(
     reader, page = far_reader, far_reader.page
     reader.settings({"max_tokens": 300, "temperature": 0})
     whole = reader.ask("Tell me a story about a fox.")
-    wire.pause_s = 0.01
+    wire.pause_s = 0.05  # so that it is stopped before its end
     reader.use(".message.assistant .again")
     reader.until(f"{ANSWERS}[0]?.length > 60")
     reader.use("button.stop")

@@ -53,6 +53,9 @@ class TextFiles:
     """What tokenizer_config.json says about the parts of an answer."""
     sampling: SamplingDefaults = NO_DEFAULTS
     """What requests get where they leave out fields; set by `engine.build.checkpoint`."""
+    built: Any = field(default=None, compare=False, repr=False)
+    """The library's object for `tokenizer_json`, where it was made first, as of a GGUF file. It
+    stays in its process, and one thread may use it."""
 
 
 def read_text_files(path: Path) -> TextFiles:

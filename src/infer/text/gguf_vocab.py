@@ -234,6 +234,7 @@ def text_files(metadata: Mapping[str, Any], where: str) -> TextFiles:
             if isinstance(text := metadata[key], str)
         },
         architecture=str(metadata.get("general.architecture", "")) or None,
+        built=tokenizer,
     )
 
 

@@ -19,10 +19,15 @@ from infer.text.grammars.token_pieces import token_pieces
 _TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
 
-def library_tokenizer(files: TextFiles) -> tokenizers.Tokenizer:
-    """The library's tokenizer for these files, with the same additions as transformers makes."""
+def library_tokenizer(
+    files: TextFiles, built: tokenizers.Tokenizer | None = None
+) -> tokenizers.Tokenizer:
+    """The library's tokenizer for these files, with the same additions as transformers makes.
+
+    `built`: that of their `tokenizer_json`, if it is not to be read from there.
+    """
     try:
-        tokenizer = tokenizers.Tokenizer.from_str(files.tokenizer_json)
+        tokenizer = built or tokenizers.Tokenizer.from_str(files.tokenizer_json)
     except Exception as error:  # the library raises plain Exception
         raise LoadError(
             f"tokenizer.json cannot be used with tokenizers {tokenizers.__version__}: {error}"
@@ -62,7 +67,7 @@ def read_vocabulary(files: TextFiles, num_logits: int) -> Vocabulary:
     Raises `LoadError` if the files are malformed.
     """
     with reading("the tokenizer"):
-        tokenizer = library_tokenizer(files)
+        tokenizer = library_tokenizer(files, files.built)
         vocab = tokenizer.get_vocab()
         ends = end_token_ids(files, vocab)
         pieces = token_pieces(tokenizer, vocab)

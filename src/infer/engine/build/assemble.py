@@ -161,12 +161,13 @@ def prepare(
     _log_formats(plan)
     if ledger is None:
         torch.set_num_threads(machine.num_threads(config))
-    files = text_of(checkpoint, config)
+    unread = [text_of(checkpoint, config)]  # with a tokenizer, which nobody keeps
+    files = replace(unread[0], built=None)
 
     def build(announce: Announce) -> tuple[EngineCore, EngineLimits]:
         # For a large vocabulary this takes a second, most of it with the interpreter's lock. While
         # the weights are loaded it costs little; later the first request would wait for it.
-        restrictions = Restrictions(lambda: _grammar_compiler(files, checkpoint.config.vocab_size))
+        restrictions = Restrictions(lambda: _grammar_compiler(unread.pop(), checkpoint.config))
         with cuda.current(device):  # kernels are launched there; it need not be the first GPU
             room = MemoryRoom() if ledger is None else _room_beside(ledger, plan)
             parts = checkpoint, draft, plan, (dtype, device), restrictions
@@ -436,8 +437,8 @@ def _keeper(
     )
 
 
-def _grammar_compiler(files: TextFiles, vocab_size: int) -> Compiler:
-    compiler = Compiler(read_vocabulary(files, vocab_size))
+def _grammar_compiler(files: TextFiles, model: ModelConfig) -> Compiler:
+    compiler = Compiler(read_vocabulary(files, model.vocab_size))
     main_memory.return_freed_memory()  # the files' text, and a tokenizer
     return compiler
 
