@@ -52,6 +52,7 @@ def test_a_panel_opens_below_the_line_that_was_clicked(person: Reader, panel: st
         person.ask(text)
     line = f".message.assistant {panel}"
     page.locator(line).last.evaluate("e => e.scrollIntoView({block: 'center'})")
+    page.wait_for_selector(".composer .meter")
     page.wait_for_timeout(1000)  # whatever follows an answer is over
     count = page.locator(line).count()
     where = f"{line} >> nth={count - 1}"
