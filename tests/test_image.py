@@ -59,7 +59,8 @@ def secret(image: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     """A file of keys that the container's user may read, and its key, as compose.yaml says."""
     file = tmp_path_factory.mktemp("secrets") / "keys.json"
     command = [sys.executable, "-m", "infer", "keys", "create", "open-webui", "--file", str(file)]
-    key = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    made = subprocess.run(command, check=True, capture_output=True, encoding="utf-8")
+    key = made.stdout.strip()
     mount = f"--volume={file.parent}:/secrets"
     podman(
         "run", "--rm", "--user=0", mount, "--entrypoint=chown", image, 10001, "/secrets/keys.json"

@@ -127,7 +127,7 @@ def ask(server: Served, dice: random.Random) -> str:
         {"Content-Type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=300) as answer:
+        with urllib.request.urlopen(request, timeout=1200) as answer:
             if leaves:
                 answer.readline()
                 return "left early"

@@ -74,6 +74,9 @@ def test_usage_of_keys_that_are_mounted_read_only(
     usage = KeyUsage("m", found, 0)
     usage.add("a", counts(3))
     assert KeyUsage("m", found, 0).shown("requests") == {"a": 1}
+    monkeypatch.setenv("XDG_STATE_HOME", str(found))  # a file
+    assert usage_file(keys) == keys.with_name("keys.json.usage")
+    assert "the usage of the keys is not kept" in caplog.text
 
 
 def test_every_metric_says_what_it_is() -> None:

@@ -80,8 +80,9 @@ def test_a_chat_that_waits_for_its_template_holds_nothing() -> None:
 
     async def use(app: App) -> None:
         assert (await app.post(CHAT, chat_body())).status == 200
-        [pid] = workers.pids
-        stop(pid)
+        pids = list(workers.pids)
+        for pid in pids:
+            stop(pid)
         asked = {"messages": chat_body()["messages"]}
         paths = [(CHAT, chat_body()), (RENDER, asked), ("/tokenize", asked)]
         waiting = [asyncio.create_task(app.post(path, body)) for path, body in paths]
@@ -90,7 +91,8 @@ def test_a_chat_that_waits_for_its_template_holds_nothing() -> None:
         assert (await app.get("/health")).status == 200
         assert (await app.post("/tokenize", LONG_PROMPT)).status == 200
         assert (await app.post(COMPLETIONS, completion_body())).status == 200
-        go_on(pid)
+        for pid in pids:
+            go_on(pid)
         assert [(await each).status for each in waiting] == [200] * 3
 
     with_app(engine, use)

@@ -116,11 +116,21 @@ def _size(counts: Mapping[str, Any]) -> int:
 
 def usage_file(keys: Path) -> Path:
     """Where the usage of a file of keys is kept: beside it, or in the user's state folder where
-    nothing can be written beside it, as in a volume of Kubernetes."""
+    nothing can be written beside it, as in a volume of Kubernetes. Where there is no such folder
+    either, it is not kept; the log says so."""
     beside = keys.with_name(f"{keys.name}.usage")
     folder = keys.resolve().parent
     if not folder.is_dir() or os.access(folder, os.W_OK):
         return beside
-    state = state_folder()
+    try:
+        state = state_folder()
+    except OSError as error:
+        log.error(
+            "%s cannot be written, and the state folder cannot be made (%s): the usage of the keys"
+            " is not kept; XDG_STATE_HOME names another folder",
+            folder,
+            error,
+        )
+        return beside
     log.warning("%s cannot be written: the usage of the keys is in %s", folder, state)
     return state / f"{str(keys.resolve()).strip('/').replace('/', '-')}.usage"

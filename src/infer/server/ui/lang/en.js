@@ -217,8 +217,6 @@ export default {
   "strip.own": "yours: {n}",
   "strip.slots": "{running} of {seats} slots",
   "strip.waiting": "waiting: {n}",
-  "summary.asked": "Summarise our conversation so far in a few sentences, with all facts, names and numbers that matter for what comes next.",
-  "summary.before": "What have we talked about so far?",
   "theme.dark": "Dark",
   "theme.light": "Light",
   "theme.system": "As the system",

@@ -217,8 +217,6 @@ export default {
   "strip.own": "您的：{n}",
   "strip.slots": "{running} / {seats} 个槽位",
   "strip.waiting": "等待：{n}",
-  "summary.asked": "请用几句话总结我们到目前为止的对话，保留后续需要的事实、名称和数字。",
-  "summary.before": "我们到目前为止谈了什么？",
   "theme.dark": "深色",
   "theme.light": "浅色",
   "theme.system": "跟随系统",

@@ -3,9 +3,8 @@
 import { ApiError, askJson, server } from "./api.js";
 import { Generation } from "./generation.js";
 import { newId, titleOf } from "./records.js";
-import { chatBody, completionBody, modelOf, parsed, roomOf, streaming } from "./request.js";
+import { chatBody, completionBody, modelOf, parsed, streaming } from "./request.js";
 import { recall } from "./local.js";
-import { t } from "./i18n.js";
 
 /** @typedef {import("./records.js").Conversation} Conversation */
 /** @typedef {import("./records.js").Message} Message */
@@ -19,8 +18,6 @@ import { t } from "./i18n.js";
 const MAX_TRACES = 20;
 /** How many answers can be made at once. */
 export const NUM_ANSWERS = [1, 2, 4];
-/** Share of the context that a summary may have. */
-const SUMMARY_SHARE = 0.2;
 
 /** What knows conversations on the server is loaded with the first of them. */
 export const sessions = () => import("./sessions.js");
@@ -226,23 +223,7 @@ export class Answering extends EventTarget {
 
   /** Begin a branch with a summary of the conversation, which is then all that the model reads of it. */
   async summarise() {
-    const { tree } = this;
-    if (!tree) return;
-    const { conversation } = tree;
-    const path = tree.path();
-    this.errors.delete(conversation.id);
-    const before = { ...conversation.chosen };
-    const room = roomOf(modelOf(conversation)) ?? 2048;
-    const asked = { ...path[0], content: t("summary.asked"), files: undefined };
-    const body = {
-      ...chatBody({ ...conversation, tools: "", schema: "", forgets: true }, [...path, asked]), ...streaming(true),
-      max_tokens: Math.floor(SUMMARY_SHARE * room),
-    };
-    const question = this._new(tree, null, "user", { content: t("summary.before") });
-    const message = this._new(tree, question.id, "assistant", {});
-    await this._run(tree, [message], "/v1/chat/completions", body, {
-      before: [question], undo: () => { tree.remove(question); conversation.chosen = before; },
-    });
+    await (await import("./summary.js")).summarise(this);
   }
 
   /** @param {Tree} tree @param {Message[]} messages @param {string} path @param {Record<string, any>} body @param {How} how */
