@@ -223,7 +223,8 @@ export class Answering extends EventTarget {
 
   /** Begin a branch with a summary of the conversation, which is then all that the model reads of it. */
   async summarise() {
-    await (await import("./summary.js")).summarise(this);
+    const { tree } = this; // another one may be open when the module is there
+    if (tree) await (await import("./summary.js")).summarise(this, tree);
   }
 
   /** @param {Tree} tree @param {Message[]} messages @param {string} path @param {Record<string, any>} body @param {How} how */

@@ -83,7 +83,7 @@ class Chats extends Answering {
     const turn = this._numOpened;
     if (shown && !this.isBusy(shown.conversation.id)) {
       if (this.all.has(shown.conversation.id)) {
-        const tree = await this._treeOf(shown.conversation);
+        const tree = await this._treeOf(shown.conversation).catch(() => shown); // it stays as it was
         if (turn === this._numOpened && this.tree === shown) this._show(tree);
       } else if (shown.byId.size) await this.open("");
     }

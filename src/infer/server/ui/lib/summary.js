@@ -9,10 +9,9 @@ learn({ en, zh });
 /** Share of the context that a summary may have. */
 const SHARE = 0.2;
 
-/** Begin a branch with a summary of the open conversation. @param {import("./answering.js").Answering} chats */
-export async function summarise(chats) {
-  const { tree } = chats;
-  if (!tree) return;
+/** Begin a branch with a summary of a conversation.
+ * @param {import("./answering.js").Answering} chats @param {import("./records.js").Tree} tree */
+export async function summarise(chats, tree) {
   const { conversation } = tree;
   const path = tree.path();
   chats.errors.delete(conversation.id);
