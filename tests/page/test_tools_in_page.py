@@ -74,6 +74,7 @@ def test_a_call_that_was_cut_has_no_result_and_the_conversation_goes_on(reader: 
     let_it_call(reader, 30)
     reader.send("What is the weather in Paris?")
     page.wait_for_selector(".message.assistant .figures")
+    page.wait_for_selector(".call")  # its module is loaded for the first call
     assert page.locator(".call").count() == 1
     assert page.locator(".call textarea").count() == 0
     reader.ask("Hello")
