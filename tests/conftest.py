@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # What engines promise here is not for the engines of others on this machine, nor theirs for these.
-_RUNTIME = tempfile.TemporaryDirectory(prefix="infer-tests-")
+_RUNTIME = tempfile.TemporaryDirectory(prefix="infer-tests-", ignore_cleanup_errors=True)
 os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
 # Nor are what servers store.
 os.environ["XDG_STATE_HOME"] = _RUNTIME.name
@@ -46,14 +46,28 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min((cores or 1) + 1, MAX_WORKERS)
 
 
+# Collecting makes hundreds of thousands of objects that stay; looking for garbage among them, again
+# and again, takes an eighth of the whole run.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: no collection looks at it."""
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Tests are of the CPU's parts, on a machine with a GPU too; those marked `gpu` run when they
     are asked for (`-m gpu`)."""
-    wanted = (config.getoption("markexpr") or "").replace("not gpu", "")
+    marks = config.getoption("markexpr") or ""
+    if "not slow" in marks:
+        # A server's process in reserve imports all that an engine does, for most tests in vain:
+        # those that end engines ask for it.
+        os.environ.setdefault("INFER_STANDBY", "false")
+    # Of a heap that is still frozen Triton's library complains at the end.
+    config.add_cleanup(gc.unfreeze)
+    config.add_cleanup(_RUNTIME.cleanup)
+    wanted = marks.replace("not gpu", "")
     if "gpu" not in wanted and os.environ.get("TRITON_INTERPRET") != "1":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def pytest_unconfigure() -> None:
-    """Free what tests have frozen: of that, Triton's library complains at the end."""
-    gc.unfreeze()

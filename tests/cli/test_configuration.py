@@ -6,6 +6,7 @@ Every setting is tried in all three ways; the list is that of the settings class
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -53,6 +54,13 @@ NEEDED: dict[str, dict[str, Any]] = {
     "mcp_token": {"mcp_server": "docs=https://docs.example.org/mcp"},
 }
 """settings without which another is refused"""
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is chosen by whoever runs the tests."""
+    for name in [each for each in os.environ if each.startswith("INFER_")]:
+        monkeypatch.delenv(name)
 
 
 def sample(setting: Setting) -> Any:

@@ -59,7 +59,7 @@ WINDOWED = {
 SLOW = {
     *("llama", "qwen2", "qwen3", "smollm3", "phi3", "granite", "olmo", "exaone4", "cohere"),
     *("starcoder2", "nemotron", "mistral", "gemma2", "glm4", "hunyuan", "apertus"),
-    *("ministral3", "granite_swa", "cohere2"),
+    *("ministral3", "granite_swa", "cohere2", "cwm", "helium", "vaultgemma"),
 }  # their parts are in the others; a new family is not slow
 
 

@@ -17,10 +17,19 @@ from infer.kernels.rotary import HeadNorms, QKRotation
 from infer.runner.sampler import sample
 from infer.schedule.sequence import Sequence
 from infer.types import Request, SamplingParams
+from tests.support import isas
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 ISAS = loader.instruction_sets()
 NUM_TOKENS, HEADS, DIM, PAGE = 40, 3, 64, 16
+
+
+@pytest.mark.parametrize("isa", loader.INSTRUCTION_SETS)
+def test_tests_of_kernels_run_with_a_set_that_is_here(isa: str) -> None:
+    """What is missing here is seen as skipped, once for all tests of kernels."""
+    if isa not in ISAS:
+        pytest.skip(f"no {isa} here")
+    assert isas.each([isa])
 
 
 @pytest.fixture(autouse=True)

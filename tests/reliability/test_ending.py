@@ -303,7 +303,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path, is_kept: bool) -> None:
     terminal, inside = pty.openpty()
     port = free_port()
     command = [sys.executable, *("-m", "infer.server", "--max-seq-len", "512")]
-    command += ["--port", str(port), "--sessions", "off"]
+    command += ["--port", str(port), "--sessions", "off", "--standby"]
     if is_kept:
         command = ["nohup", *command]
     with (tmp_path / "out").open("wb") as output:

@@ -43,7 +43,8 @@ def run(
 
 def test_few_streams_and_few_kills(tmp_path: Path) -> None:
     load = "20 streams, hash model"
-    run(HASH_SERVER, load, tmp_path, bodies(20, 200), 3, (0.1, 0.5), spaced=True)
+    arguments = [*HASH_SERVER, "--standby"]
+    run(arguments, load, tmp_path, bodies(20, 200), 3, (0.1, 0.5), spaced=True)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ Streams are whole answers, and each answer is the same prompt through whichever 
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import Callable
@@ -176,6 +177,11 @@ def is_whole(entries: list[Entry]) -> bool:
         return False
 
 
+def limit_of(path: str, size: int) -> dict[str, int]:
+    """An answer's longest, as each API calls it."""
+    return {"max_tokens" if path == MESSAGES else "max_output_tokens": size}
+
+
 @pytest.mark.parametrize(
     ("every", "least"), [(400, 4), pytest.param(47, 12, marks=pytest.mark.slow)]
 )
@@ -196,16 +202,22 @@ def test_streams_are_whole_answers_and_each_is_taken_back_by_each(
         for text in answers_of(way):
             runner.script = script_of(tokenizer, text)
             for size in (len(text.encode()) + 1, *range(9, len(text.encode()), every)):
+                posts = [
+                    (path, body_for(path, stream=stream, **limit_of(path, size)))
+                    for path in READ
+                    for stream in (False, True)
+                ]
+                chat = {"messages": [QUESTION], "tools": CHAT_TOOLS, "max_tokens": size}
+                answers = await asyncio.gather(
+                    *(app.post(path, body) for path, body in [*posts, (CHAT, chat)])
+                )
                 found = []
-                for path in READ:
-                    limit = {"max_tokens" if path == MESSAGES else "max_output_tokens": size}
-                    whole = (await app.post(path, body_for(path, **limit))).json()
-                    body = body_for(path, stream=True, **limit)
-                    streamed = READ[path](events_of(await app.post(path, body)))
+                for i, path in enumerate(READ):
+                    whole = answers[2 * i].json()
+                    streamed = READ[path](events_of(answers[2 * i + 1]))
                     assert without_ids(streamed) == without_ids(whole), (text, size)
                     found.append(entries_of(path, whole))
-                chat = {"messages": [QUESTION], "tools": CHAT_TOOLS, "max_tokens": size}
-                found.append(entries_of(CHAT, (await app.post(CHAT, chat)).json()))
+                found.append(entries_of(CHAT, answers[-1].json()))
                 whole_ones = [entries for entries in found if is_whole(entries)]
                 num_orders += len(whole_ones)
                 backs = [without_names(BACK[api](each)) for each in whole_ones for api in BACK]
