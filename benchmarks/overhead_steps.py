@@ -25,6 +25,7 @@ from infer.engine.build.assemble import prepare
 from infer.engine.commands import Command, Stop
 from infer.engine.core import EngineCore
 from infer.engine.loop import EngineLoop, freeze_heap
+from infer.kernels import loader
 from infer.replicas import messages
 from infer.runner.plain_rows import PlainRows
 from infer.types import Request, SamplingParams, StepOutput
@@ -54,8 +55,10 @@ class Clock:
         return counted
 
     def watch(self, core: EngineCore) -> None:
-        """Count the layers, the output head, and drawing."""
+        """Count looking tokens up in packed weights, the layers, the output head, and drawing."""
         model: Any = core.runner.model  # type: ignore[attr-defined]
+        library: Any = loader.loaded()
+        library.infer_linear_columns = self.timed(library.infer_linear_columns)
         for part in (model.stack, model.lm_head):
             part._apply = self.timed(part._apply)
         PlainRows.sample = self.timed(PlainRows.sample)  # type: ignore[method-assign]

@@ -340,7 +340,9 @@ def test_so_is_a_loop_that_does_something_else(
     class Later(Decoder):
         """Its layers read the embeddings again."""
 
-        def forward(self, tokens: Tensor, positions: Tensor, attend: Any) -> Tensor:
+        def forward(
+            self, tokens: Tensor, positions: Tensor, attend: Any, rotations: Any = None
+        ) -> Tensor:
             if self.stack is not None and hasattr(attend, "through"):
                 return super().forward(tokens, positions, attend)
             x = first = self.embedding.index_select(0, tokens)

@@ -37,7 +37,7 @@ from infer.kernels.rotary import Angles, HeadNorms, QKRotation
 from infer.kernels.rows import BETA, Activation, RowNorm
 from infer.models.arrangement import arrange
 from infer.models.layer_forms import GATES, NormForm
-from infer.models.model import Attend
+from infer.models.model import Attend, Rotations
 from infer.models.model_config import LayerConfig, ModelConfig
 from infer.models.rope import RopeTables
 from infer.models.weights import HeldWeights, WeightSource
@@ -308,7 +308,17 @@ class Decoder:
         parts = [layer.parts() for layer in self.layers]
         self.stack = stack_layers(config, parts)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def rotations(self, positions: Tensor) -> Rotations:
+        """See `StackedModel`."""
+        return self.rope.at(positions), self.rope.query_factors(positions)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rotations: Rotations | None = None,
+    ) -> Tensor:
         """Hidden states [T, E] of T tokens, which may belong to any number of sequences."""
         x = self.embedding.index_select(0, tokens)
         if self.scale != 1.0:
@@ -317,8 +327,7 @@ class Decoder:
             x = self.embedding_norm(x)
         if self.positions is not None:
             x = x + self.positions.index_select(0, positions)
-        angles = self.rope.at(positions)
-        growth = self.rope.query_factors(positions)
+        angles, growth = self.rotations(positions) if rotations is None else rotations
         if self.stack is not None and attends_through(attend):
             return self.norm(attend.through(self.stack, x, angles, growth))
         for layer in self.layers:

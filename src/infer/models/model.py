@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from infer.kernels.linear import Linear
-from infer.kernels.rotary import QKRotation
+from infer.kernels.rotary import Angles, QKRotation
 from infer.models.model_config import ModelConfig
 from infer.models.registry import find_architecture
 from infer.models.stack_check import check_stack
@@ -50,6 +50,27 @@ class Model(Protocol):
         `memory` [≥ R, V], float32: where the result may be written, which is then valid until the
         memory is used again.
         """
+
+
+Rotations = tuple[list[Angles | None], Tensor | None]
+"""How queries and keys of T tokens are rotated: the angles of each layer, and factors of the
+rotated queries, [T] float32, if there are any."""
+
+
+class StackedModel(Model, Protocol):
+    """A model whose layers the kernels can compute in one call."""
+
+    def rotations(self, positions: Tensor) -> Rotations:
+        """What `forward` makes of the positions [T], for a caller who has time before."""
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        rotations: Rotations | None = None,
+    ) -> Tensor:
+        """See `Model`. `rotations`: those of the positions; None: they are made here."""
 
 
 def build_model(config: ModelConfig, source: WeightSource, max_seq_len: int) -> Model:

@@ -23,6 +23,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ from infer.kernels.layer_stack import AttendsThrough, LayerStack, attends_throug
 from infer.kernels.loader import page_aligned
 from infer.kernels.rotary import Angles, QKRotation
 from infer.main_memory import RETURNED_FROM
-from infer.models.model import Model
+from infer.models.model import Model, StackedModel
 from infer.runner.ahead_choice import AheadChoice
 from infer.runner.device_errors import translated
 from infer.runner.grammar_masks import Masks, Restrictions
@@ -44,6 +46,9 @@ from infer.runner.sampler import NOTHING, Sampler, SamplerRow, is_plain, sample
 from infer.runner.step_thread import HostFlight, StepThread
 from infer.schedule.sequence import Plan, Sampled, Sequence, verified
 from infer.types import Request
+
+FEW_TOKENS = 256
+"""number of tokens whose rotations torch does not divide among threads, which the kernels need"""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +67,10 @@ class PreparedStep:
     """Computes attention once the step is planned."""
     has_scores: bool
     """Whether log-probabilities or logits of prompts are asked for."""
+    forward: Callable[[Tensor, Tensor, AttentionBackend], Tensor]
+    """The model's."""
+    memory: Tensor | None
+    """Where its logits are written, [R, V] float32; None: into memory of their own."""
 
 
 class ModelRunner:
@@ -115,7 +124,10 @@ class ModelRunner:
         if self._plain is not None:
             plain = self._plain.rows(packed.sampled, packed.drawn_at)
         has_scores = any(map(wants_prompt_rows, plan))
-        return PreparedStep(plan, packed, masks, plain, packed.sampled, self.backend, has_scores)
+        return PreparedStep(
+            *(plan, packed, masks, plain, packed.sampled, self.backend, has_scores),
+            *(self.model.forward, self._memory_for(len(packed.sampled))),
+        )
 
     def _compute(self, step: PreparedStep) -> list[Sampled]:
         with current(self.device), self._threads, torch.inference_mode():
@@ -124,7 +136,7 @@ class ModelRunner:
     def _forward_and_sample(self, step: PreparedStep) -> list[Sampled]:
         plan, packed = step.plan, step.packed
         self.backend.plan(packed.layout)
-        hidden = self.model.forward(packed.tokens, packed.positions, step.attend)
+        hidden = step.forward(packed.tokens, packed.positions, step.attend)
         if step.has_scores:
             score_prompts(plan, hidden, self.model.logits)
         if not packed.sampled:
@@ -132,7 +144,7 @@ class ModelRunner:
         if len(packed.sampled) < len(hidden):
             rows = torch.tensor(packed.sampled_rows, device=self.device)
             hidden = hidden.index_select(0, rows)
-        logits = self._logits(hidden)
+        logits = self.model.logits(hidden, step.memory)
         if step.plain is not None and logits.shape[1] % LANES == 0:
             return verified(plan, as_results(step.plain.sample(logits)))
         if self._restrictions is None or step.masks is None:
@@ -142,19 +154,19 @@ class ModelRunner:
         sequences = [chunk.sequence for chunk in plan if chunk.samples]
         return self._restrictions.mark_complete(sequences, results, forbidden, late)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """The logits [R, V] of hidden states [R, E], valid until the next step's.
+    def _memory_for(self, rows: int) -> Tensor | None:
+        """Memory for the logits [R, V] of a step, which are valid until the next step's.
 
         Large ones have memory of their own: the C library would give it back to the system after
         each step, and its page faults take a sixth of a step with 262,144 tokens."""
-        rows, vocab = len(hidden), self.model.lm_head.out_features
+        vocab = self.model.lm_head.out_features
         if self.device.type != "cpu" or 4 * rows * vocab < RETURNED_FROM:
-            return self.model.logits(hidden)
+            return None
         memory = self._logits_memory
         if memory is None or len(memory) < rows:
             memory = page_aligned(4 * rows * vocab).view(torch.float32).view(rows, vocab)
             self._logits_memory = memory
-        return self.model.logits(hidden, memory)
+        return memory[:rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +247,17 @@ class AheadRunner(ModelRunner):
 
         def compute(flight: HostFlight, before: list[int]) -> list[Sampled]:
             packed.fill(before)
-            attend = _Entering(self.backend, flight.enter_kernels)
-            return self._compute_translated(replace(step, attend=attend))
+            return self._compute_translated(step)
 
         flight = HostFlight(compute, self._last)
+        # What does not depend on the tokens before is made now, while the kernels are busy.
+        model, positions = cast("StackedModel", self.model), packed.positions
+        rotations = model.rotations(positions) if len(positions) <= FEW_TOKENS else None
+        step = replace(
+            step,
+            attend=_Entering(self.backend, flight.enter_kernels),
+            forward=partial(model.forward, rotations=rotations),
+        )
         self._thread.give(flight)
         self._last, self._last_rows = flight, packed.rows()
         if not plain or step.has_scores:

@@ -29,6 +29,7 @@ Rows = Mapping[int, int]
 """Row of each sequence among the sampled rows of a step, by `id(sequence)`."""
 NO_ROWS: Rows = MappingProxyType({})
 """The rows of a step in which nothing is sampled."""
+_NONE = np.empty(0, np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,14 +48,14 @@ class PackedStep:
     """Sequences of the sampled rows, [R]; with the proposed tokens that go before a row."""
     drawn_at: np.ndarray
     """Position in its sequence of each token that is sampled, [R] int64."""
-    unknown: list[int]
-    """Rows, among the T tokens, whose token is not known yet."""
-    unknown_from: list[int]
-    """Row of each of them among the sampled rows of the step before."""
+    unknown: np.ndarray
+    """Rows, among the T tokens, whose token is not known yet; int64."""
+    unknown_from: np.ndarray
+    """Row of each of them among the sampled rows of the step before; int64."""
 
     def fill(self, sampled: Seq[int]) -> None:
         """Write the unknown tokens. `sampled`: the step before's, one per sampled row."""
-        if self.unknown:
+        if len(self.unknown):
             tokens = self.tokens.numpy()
             tokens[self.unknown] = np.array(sampled, np.int64)[self.unknown_from]
 
@@ -142,15 +143,15 @@ class Packer:
         sampled_rows: list[int],
         sampled: list[Sequence],
         before: Rows,
-    ) -> tuple[list[int], list[int]]:
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The rows of tokens that are not known yet, which become 0 in `numbers`, and where they
         come from. Such a token is the last one of its sequence, so one is sampled behind it."""
         if not before or PENDING not in tokens:
-            return [], []
+            return _NONE, _NONE
         found = [(row, s) for row, s in zip(sampled_rows, sampled, strict=True) if tokens[row] < 0]
-        rows = [row for row, _ in found]
+        rows = np.array([row for row, _ in found], np.int64)
         numbers[rows] = 0
-        return rows, [before[id(sequence)] for _, sequence in found]
+        return rows, np.array([before[id(sequence)] for _, sequence in found], np.int64)
 
     def _page_tables(self, tables: list[PageTable]) -> Tensor:
         height, width = len(tables), max(len(table.pages) for table in tables)
