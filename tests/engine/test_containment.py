@@ -108,10 +108,10 @@ def test_a_row_without_numbers_fails_alone() -> None:
         model = llm.core.runner.model  # type: ignore[attr-defined]
         logits, calls = model.logits, 0
 
-        def spoilt(hidden: torch.Tensor) -> torch.Tensor:
+        def spoilt(*arguments: Any) -> torch.Tensor:
             nonlocal calls
             calls += 1
-            result: torch.Tensor = logits(hidden)
+            result: torch.Tensor = logits(*arguments)
             if calls == 5:
                 result[1, 7] = float("nan")
                 result[4, :] = float("inf")
