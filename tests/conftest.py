@@ -46,8 +46,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min((cores or 1) + 1, MAX_WORKERS)
 
 
-# Collecting makes hundreds of thousands of objects that stay; looking for garbage among them, again
-# and again, takes an eighth of the whole run.
+# Collecting makes hundreds of thousands of objects that stay. To look for garbage among them takes
+# more than a second each time.
 gc.disable()
 
 

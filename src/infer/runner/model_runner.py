@@ -70,7 +70,7 @@ class PreparedStep:
     forward: Callable[[Tensor, Tensor, AttentionBackend], Tensor]
     """The model's."""
     memory: Tensor | None
-    """Where its logits are written, [R, V] float32; None: into memory of their own."""
+    """Where its logits are written, [≥ R, V] float32; None: into memory of their own."""
 
 
 class ModelRunner:
@@ -155,7 +155,7 @@ class ModelRunner:
         return self._restrictions.mark_complete(sequences, results, forbidden, late)
 
     def _memory_for(self, rows: int) -> Tensor | None:
-        """Memory for the logits [R, V] of a step, which are valid until the next step's.
+        """Memory [≥ R, V] for the logits of a step, which are valid until the next step's.
 
         Large ones have memory of their own: the C library would give it back to the system after
         each step, and its page faults take a sixth of a step with 262,144 tokens."""
@@ -166,7 +166,7 @@ class ModelRunner:
         if memory is None or len(memory) < rows:
             memory = page_aligned(4 * rows * vocab).view(torch.float32).view(rows, vocab)
             self._logits_memory = memory
-        return memory[:rows]
+        return memory
 
 
 @dataclass(frozen=True, slots=True)
