@@ -1,11 +1,10 @@
 """Engines on machines with several NUMA nodes and sockets, which are emulated: where threads and
 memory are, and the same bits. `INFER_LINUX=FOLDER pytest -m peer tests/engine/test_two_nodes.py`
-(`tests/support/emulated_machine.py` says what the folder is); some ten minutes each."""
+(`tests/support/emulated_machine.py` says what the folder is); some minutes each."""
 
 from __future__ import annotations
 
 import json
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ import pytest
 from infer.kernels import loader
 from tests.support.checkpoints import write_checkpoint
 from tests.support.emulated_machine import Machine, linux, python, run_in
-from tests.support.placed_server import ASKED
-from tests.support.server_process import ENV, served
+from tests.support.placed_server import ASKED, ask
+from tests.support.server_process import ENV, ROOT, served
 
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(3000)]
 PATIENCE_S = "1200"
-ROOT = Path(__file__).parents[2]
 SHAPE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3}
 
 
@@ -33,11 +31,16 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def options_of(checkpoint: Path) -> list[str]:
+    """Of `infer serve`, here and there."""
+    return ["--model", str(checkpoint), "--max-seq-len", "512", "--dtype", "bfloat16"]
+
+
 def placed(machine: Machine, folder: Path, checkpoint: Path, *options: str) -> Any:
     """What `placed_server.py` prints."""
-    options = ("--model", str(checkpoint), "--max-seq-len", "512", "--dtype", "bfloat16", *options)
     program = str(ROOT / "tests/support/placed_server.py")
-    command = ["env", "INFER_ISA=avx2", *python(program, PATIENCE_S, *options)]
+    arguments = (program, PATIENCE_S, *options_of(checkpoint), *options)
+    command = ["env", "INFER_ISA=avx2", *python(*arguments)]
     printed = run_in(machine, folder, command, 3072)
     (folder / "printed").write_text(printed, encoding="utf-8")
     return json.loads(printed.partition("PLACED ")[2].partition("\n")[0])
@@ -75,16 +78,9 @@ def test_one_engine_over_the_nodes_of_a_socket(
 
 def answer_here(checkpoint: Path, folder: Path) -> Any:
     """The same request's answer of one thread on this machine."""
-    options = ["--model", str(checkpoint), "--max-seq-len", "512", "--dtype", "bfloat16"]
-    arguments = ["-m", "infer", "serve", "--port", "0", "--num-threads", "1", *options]
-    with served(arguments, folder / "log") as server:
-        request = urllib.request.Request(
-            f"{server.url}/v1/completions",
-            json.dumps(ASKED).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)["choices"][0]
+    arguments = ["-m", "infer", "serve", "--port", "0", "--num-threads", "1"]
+    with served([*arguments, *options_of(checkpoint)], folder / "log") as server:
+        return ask("/v1/completions", ASKED, server.url)["choices"][0]
 
 
 def test_each_replica_has_a_socket(checkpoint: Path, tmp_path: Path) -> None:

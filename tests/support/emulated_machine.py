@@ -20,7 +20,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.server_process import ROOT
+
 LINUX = "INFER_LINUX"
 MODULES = (
     "drivers/virtio/virtio_ring", "drivers/virtio/virtio",

@@ -28,11 +28,11 @@ LARGE_PAGES = 512
 """number of pages of 4 KiB from which a part of memory counts"""
 
 
-def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+def ask(path: str, body: dict[str, Any] | None = None, url: str = URL) -> Any:
     """The answer's JSON."""
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(URL + path, data, headers)) as answer:
+    with urllib.request.urlopen(urllib.request.Request(url + path, data, headers)) as answer:
         return json.load(answer)
 
 
