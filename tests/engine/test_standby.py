@@ -145,18 +145,31 @@ def test_one_that_is_stopped_goes_on(standby: Standby) -> None:
 
 
 def test_one_that_does_not_answer_is_passed_over() -> None:
-    hanging = Standby("tests.support.hanging_import:x")
+    hanging = Standby("tests.support.hanging_standby:x")
 
     async def body(llm: AsyncLLM) -> None:
-        await until(lambda: hanging.pid is not None)
-        pid = hanging.pid
-        assert pid is not None
+        pid = await prepared(hanging)
         await survives(llm, lambda: kill(pid_of(llm)))
         assert pid_of(llm) != pid
         assert not read(f"/proc/{pid}/cmdline")
 
     run(hanging, body, answer_s=0.3)
     hanging.stop()
+    assert not left()
+
+
+def test_one_that_still_imports_is_not_waited_for() -> None:
+    importing = Standby("tests.support.endless_import:x")
+
+    async def body(llm: AsyncLLM) -> None:
+        await until(lambda: importing.pid is not None)
+        pid = importing.pid
+        await survives(llm, lambda: kill(pid_of(llm)))
+        assert pid_of(llm) != pid
+        assert importing.pid == pid, "it goes on"
+
+    run(importing, body, answer_s=3600.0)
+    importing.stop()
     assert not left()
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from tests.support.server_process import (
@@ -92,6 +95,18 @@ async def kill_under_load(
             round(max(restarts_s), 2),
         ),
     }
+
+
+@contextlib.contextmanager
+def busy_loops(num_loops: int) -> Iterator[None]:
+    """Processes that never wait, beside what the block does."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_loops)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
 
 
 async def _have_sampled(suspects: list[tuple[Heard, int]]) -> bool:

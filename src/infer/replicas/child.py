@@ -49,6 +49,9 @@ STANDBY_NAME = "infer-standby"
 _ENGINE_OOM_SCORE, _STANDBY_OOM_SCORE = 500, 1000
 """how early the system ends it when memory runs out; see `oom_score_adj` in proc(5). The parent can
 start another engine, and loses nothing with a standby."""
+_STANDBY_NICENESS = 5
+"""of what a standby imports. It has a third of the weight of a thread that computes; at 19 it would
+have a seventieth, and would not be there within a minute on a machine whose cores are busy."""
 
 
 class _LogToParent(logging.Handler):
@@ -76,19 +79,21 @@ def _import(module: str) -> None:
             import_module(module)
 
 
-def _prepare(factory: str) -> None:
-    """Import the module of a factory, at the lowest priority. A thread does it, because a process
-    may not raise its priority again."""
+def _prepare(factory: str, channel: messages.Channel) -> None:
+    """Import the module of a factory, at a lower priority, and say when that is done. A thread does
+    it, because a process may not raise its priority again."""
 
     def import_all() -> None:
         if hasattr(os, "setpriority") and sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _STANDBY_NICENESS)
         _import(factory.partition(":")[0])
 
     thread = threading.Thread(target=import_all)
     thread.start()
     thread.join()
     freeze_heap()
+    with contextlib.suppress(OSError):
+        channel.send(messages.Heartbeat())
     be_known_as(STANDBY_NAME, _STANDBY_OOM_SCORE)
 
 
@@ -144,7 +149,7 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
     frames = channel.frames()
     begin = _next(frames)
     if isinstance(begin, messages.Prepare):
-        _prepare(begin.factory)
+        _prepare(begin.factory, channel)
         begin = _next(frames)
     assert isinstance(begin, messages.Begin), "an engine begins before it gets commands"
     be_known_as(ENGINE_NAME, _ENGINE_OOM_SCORE)

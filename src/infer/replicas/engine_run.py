@@ -108,6 +108,11 @@ class EngineRun:
             self._added_s = time.monotonic()
         self._commands.put((generation, command))
 
+    @property
+    def stands_by(self) -> bool:
+        """Whether the process has said so after `Prepare`; until `begin`."""
+        return self._channel.has_arrived and not self.has_ended
+
     def begin(self, begin: messages.Begin, timeout_s: float) -> bool:
         """Have a process that stands by build its engine; whether it says in time that it does."""
         self._begins.put(begin)
@@ -120,7 +125,7 @@ class EngineRun:
             event = messages.decode_outward(frame)
             if isinstance(event, messages.Log):
                 _log(event)
-            else:
+            elif not isinstance(event, messages.Heartbeat):
                 self._reported_s = time.monotonic()
                 return isinstance(event, messages.HasBegun)
         return False

@@ -12,10 +12,11 @@ one `Report` a step, `PromptScores` before it, and `ComputingAlone`; all that co
 generation. At the end of a link, where generations also end by themselves, those of another one are
 ignored; a process is asked for each generation after its first, so none reach it.
 
-A process is told `Begin`, where it has stood by after `Prepare`, and says `HasBegun`, and `Text` or
-`Refused`, before its first `Ready`; its `Log` lines come at any time. What is at the other end of a
-link has an engine process and says for it what the process cannot: `Loss`, `Failing`, `Draining`,
-and in its heartbeat how the process is. It has several clients, and each gives it a `Heartbeat`.
+A process is told `Begin` and says `HasBegun`, and `Text` or `Refused`, before its first `Ready`;
+its `Log` lines come at any time. After `Prepare` it says by a `Heartbeat` that it waits for
+`Begin`. What is at the other end of a link has an engine process and says for it what the process
+cannot: `Loss`, `Failing`, `Draining`, and in its heartbeat how the process is. It has several
+clients, and each gives it a `Heartbeat`.
 """
 
 from __future__ import annotations
@@ -424,6 +425,11 @@ class Channel:
             if not size:
                 return
             self._buffer.add(self._piece[:size])
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether there is something to receive, or the other end is closed."""
+        return bool(self._selector.select(0))
 
     def close(self) -> None:
         """Close this end."""

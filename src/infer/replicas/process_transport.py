@@ -44,7 +44,7 @@ MAX_FAILURES = 5
 MAX_PAUSE_S = 30.0
 """longest pause in seconds between two attempts to start a process"""
 STANDBY_ANSWER_S = 5.0
-"""seconds that a standby has to say that it begins; it may be importing modules"""
+"""seconds that a standby has to say that it begins"""
 
 
 _ENDED = messages.Heartbeat(

@@ -70,11 +70,17 @@ class Standby:
             self._changed.notify_all()
 
     def take(self) -> EngineRun | None:
-        """The standby, if there is one; it belongs to the caller. There is none until `want`."""
+        """The standby, if there is one; it belongs to the caller. There is none until `want`. One
+        that still imports is none yet: beside busy cores a new process is ready before it."""
         with self._changed:
-            engine_run, self._engine_run = self._engine_run, None
-            self._is_wanted = False
-            return engine_run
+            if self._engine_run is None or not self._engine_run.stands_by:
+                return None
+            return self._give()
+
+    def _give(self) -> EngineRun | None:
+        engine_run, self._engine_run = self._engine_run, None
+        self._is_wanted = False
+        return engine_run
 
     def stop(self) -> None:
         """End the standby and the thread; called after the end of all engines."""
@@ -97,7 +103,9 @@ class Standby:
                 if ended is not None:
                     _kill(ended)
         finally:
-            if (engine_run := self.take()) is not None:
+            with self._changed:
+                engine_run = self._give()
+            if engine_run is not None:
                 _kill(engine_run)
 
     def _look(self) -> EngineRun | None:
