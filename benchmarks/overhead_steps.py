@@ -27,7 +27,6 @@ from infer.engine.core import EngineCore
 from infer.engine.loop import EngineLoop, freeze_heap
 from infer.kernels import loader
 from infer.replicas import messages
-from infer.runner.plain_rows import PlainRows
 from infer.types import Request, SamplingParams, StepOutput
 
 PERIOD = 24
@@ -61,7 +60,7 @@ class Clock:
         library.infer_linear_columns = self.timed(library.infer_linear_columns)
         for part in (model.stack, model.lm_head):
             part._apply = self.timed(part._apply)
-        PlainRows.sample = self.timed(PlainRows.sample)  # type: ignore[method-assign]
+        library.infer_sample = self.timed(library.infer_sample)
 
 
 def measure(options: argparse.Namespace, num_sequences: int) -> str:

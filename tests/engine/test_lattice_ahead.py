@@ -99,6 +99,14 @@ def test_the_same_tokens(
     assert "it is repeated" not in caplog.text  # a step that fails would hide behind its repetition
 
 
+def test_steps_of_kernels_alone(dtype: str) -> None:
+    with engine(dtype=dtype) as llm:
+        wanted = facts(run(llm, params))
+        runner = work_ahead(llm)
+        assert facts(run(llm, params)) == wanted
+        assert (runner.num_called > NUM_TOKENS // 2) == (dtype == "bfloat16")
+
+
 def test_preempted_at_every_third_step(dtype: str, wanted: Any) -> None:
     with engine(dtype=dtype) as llm:
         runner = work_ahead(llm)
@@ -140,6 +148,9 @@ def test_a_request_that_always_fails_fails_alone(dtype: str, wanted: Any) -> Non
             if any(chunk.sequence.request.seed == 77 for chunk in step.plan):
                 raise RuntimeError("on purpose")
             return super()._compute(step)
+
+        def _calls(self, step: Any) -> None:
+            return None
 
     with engine(dtype=dtype, max_batch_size=5) as llm:
         work_ahead(llm, Poisoned)

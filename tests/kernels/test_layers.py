@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.model_shapes import LOOPED, SHAPES, STACKED, is_stacked
 
 CPU = torch.device("cpu")
+Way = Literal["stack", "layer by layer", "calls"]
 KINDS = (
     *("llama", "qwen3", "phi3", "gemma", "ministral3", "granite", "olmo", "olmo2", "glm4"),
     *("hunyuan", "cohere2", "gpt_neox", "starcoder2", "apertus", "gpt2", "bloom", "gemma2"),
@@ -59,8 +60,9 @@ def make(
     return model
 
 
-def run(model: Decoder, held: torch.dtype, *, as_stack: bool) -> list[Tensor]:
-    """Results of a prompt of 70 tokens, of a second one of 17, and of a decode of both."""
+def run(model: Decoder, held: torch.dtype, way: Way) -> list[Tensor]:
+    """Results of a prompt of 70 tokens, of a second one of 17, and the logits of both after one
+    more token."""
     config = model.config
     storage = KVStorage(config, 16, 16, dtype=held, device=CPU)
     backend = NativeBackend(storage.keys, storage.values, **config.attention())
@@ -79,10 +81,41 @@ def run(model: Decoder, held: torch.dtype, *, as_stack: bool) -> list[Tensor]:
         positions = torch.cat([torch.arange(*span) for span in spans])
         rows = torch.tensor([0] * starts[1] + [1] * (starts[2] - starts[1]))
         slots = tables[rows, positions // 16] * 16 + positions % 16
-        backend.plan(BatchLayout(starts, [end for _, end in spans], slots, tables))
-        results.append(model.forward(tokens[positions], positions, backend if as_stack else attend))
-    assert len(calls) == (0 if as_stack else 2 * config.num_layers)
+        layout = BatchLayout(starts, [end for _, end in spans], slots, tables)
+        if way == "calls" and len(positions) == 2:
+            results.append(called(model, tokens[positions], positions, backend, layout))
+            continue
+        backend.plan(layout)
+        attended = attend if way == "layer by layer" else backend
+        results.append(model.forward(tokens[positions], positions, attended))
+    if way != "calls":
+        results[-1] = model.logits(results[-1])
+    assert len(calls) == (2 * config.num_layers if way == "layer by layer" else 0)
     return [*results, *storage.keys, *storage.values]
+
+
+def called(
+    model: Decoder, tokens: Tensor, positions: Tensor, backend: NativeBackend, layout: BatchLayout
+) -> Tensor:
+    """The logits by calls that are made before the tokens are known."""
+    known, tokens = tokens, torch.zeros_like(tokens)
+    made = model.calls(tokens, positions, backend, None)
+    assert made is not None
+    plan = backend.plan_call(layout)
+    tokens.copy_(known)
+    calls: list[Callable[[], object]] = [*made.before, plan, *made.behind]
+    for call in calls:
+        call()
+    return made.logits
+
+
+def has_calls(model: Decoder) -> bool:
+    config = model.config
+    return (
+        model.norm.fused is not None
+        and (model.embedding_norm, model.positions) == (None, None)
+        and (config.final_softcap, config.logits_scale) == (None, 1.0)
+    )
 
 
 def assert_same(model: Decoder) -> None:
@@ -91,8 +124,14 @@ def assert_same(model: Decoder) -> None:
     for held in (torch.bfloat16, torch.int8):
         if held == torch.int8 and loader.int8_cache_obstacle(config.head_dim, 16):
             continue
-        ours, theirs = (run(model, held, as_stack=as_stack) for as_stack in (True, False))
-        assert all(map(torch.equal, ours, theirs))
+        wanted = run(model, held, "layer by layer")
+        assert all(map(torch.equal, run(model, held, "stack"), wanted))
+        if has_calls(model):
+            assert all(map(torch.equal, run(model, held, "calls"), wanted))
+        else:
+            nothing = torch.zeros(0, dtype=torch.int64)
+            backend: Any = None
+            assert model.calls(nothing, nothing, backend, None) is None
 
 
 def wide(family: str) -> dict[str, Any]:
@@ -141,7 +180,7 @@ def test_layers_may_differ(family: str, tmp_path: Path) -> None:
     model = make(tmp_path, family, changes=each_its_own, **shape)
     assert_same(model)
     alike = make(tmp_path, family, **shape)
-    ours, theirs = (run(each, torch.bfloat16, as_stack=True) for each in (model, alike))
+    ours, theirs = (run(each, torch.bfloat16, "stack") for each in (model, alike))
     assert not any(map(torch.equal, ours[:2], theirs[:2]))
 
 
@@ -340,9 +379,7 @@ def test_so_is_a_loop_that_does_something_else(
     class Later(Decoder):
         """Its layers read the embeddings again."""
 
-        def forward(
-            self, tokens: Tensor, positions: Tensor, attend: Any, rotations: Any = None
-        ) -> Tensor:
+        def forward(self, tokens: Tensor, positions: Tensor, attend: Any) -> Tensor:
             if self.stack is not None and hasattr(attend, "through"):
                 return super().forward(tokens, positions, attend)
             x = first = self.embedding.index_select(0, tokens)

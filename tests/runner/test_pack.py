@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import torch
 
 from infer.runner.pack import PackedStep, Packer
@@ -53,12 +54,12 @@ def test_tokens_that_are_not_known_yet_come_from_the_step_before() -> None:
     plan = (Chunk(first, 5, 1), Chunk(third, 2, 1), Chunk(second, 9, 1))
     step = Packer(4, CPU).pack(plan, before.rows())
     assert step.tokens.tolist() == [0, third.tokens[2], 0]
-    step.fill([40, 41])
+    step.fill(np.array([40, 41]))
     assert step.tokens.tolist() == [41, third.tokens[2], 40]
     assert step.drawn_at.tolist() == [6, 3, 10]
     # A sequence that is computed again after it has lost its pages, its last token included.
     step = Packer(4, CPU).pack((Chunk(second, 0, 10), Chunk(first, 5, 1)), before.rows())
-    step.fill([40, 41])
+    step.fill(np.array([40, 41]))
     assert step.tokens.tolist() == [*second.tokens[:9], 40, 41]
 
 

@@ -6,10 +6,15 @@ import gc
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 
-from infer.runner.step_thread import HostFlight, StepThread
+from infer.runner.step_thread import Computed, HostFlight, StepThread
 from infer.schedule.sequence import Sampled
+
+
+def sampled(token: int) -> Computed:
+    return Computed.of([Sampled(token)])
 
 
 def tokens(flight: HostFlight) -> list[int]:
@@ -17,8 +22,8 @@ def tokens(flight: HostFlight) -> list[int]:
 
 
 def test_steps_are_computed_in_order_and_get_the_tokens_before() -> None:
-    def add(number: int, flight: HostFlight, before: list[int]) -> list[Sampled]:
-        return [Sampled(sum(before) + number)]
+    def add(number: int, flight: HostFlight, before: np.ndarray) -> Computed:
+        return sampled(int(before.sum()) + number)
 
     thread, flights = StepThread("test-steps"), list[HostFlight]()
     for number in range(20):
@@ -29,13 +34,13 @@ def test_steps_are_computed_in_order_and_get_the_tokens_before() -> None:
 
 
 def test_what_a_step_raises_is_raised_for_its_results_and_for_those_behind() -> None:
-    def fail(flight: HostFlight, before: list[int]) -> list[Sampled]:
+    def fail(flight: HostFlight, before: np.ndarray) -> Computed:
         raise MemoryError("on purpose")
 
     thread = StepThread("test-steps")
     first = HostFlight(fail, None)
-    second = HostFlight(lambda flight, before: [Sampled(1)], first)
-    third = HostFlight(lambda flight, before: [Sampled(2)], None)
+    second = HostFlight(lambda flight, before: sampled(1), first)
+    third = HostFlight(lambda flight, before: sampled(2), None)
     for flight in (first, second, third):
         thread.give(flight)
     with pytest.raises(MemoryError, match="on purpose"):
@@ -48,14 +53,14 @@ def test_what_a_step_raises_is_raised_for_its_results_and_for_those_behind() -> 
 def test_results_are_given_once_the_step_behind_is_with_the_kernels() -> None:
     entered, kernels = threading.Event(), threading.Event()
 
-    def enters(flight: HostFlight, before: list[int]) -> list[Sampled]:
+    def enters(flight: HostFlight, before: np.ndarray) -> Computed:
         entered.wait()
         flight.enter_kernels()
         kernels.wait()
-        return [Sampled(8)]
+        return sampled(8)
 
     thread = StepThread("test-steps")
-    first = HostFlight(lambda flight, before: [Sampled(7)], None)
+    first = HostFlight(lambda flight, before: sampled(7), None)
     second = HostFlight(enters, first)
     thread.give(first)
     thread.give(second)
@@ -74,7 +79,7 @@ def test_results_are_given_once_the_step_behind_is_with_the_kernels() -> None:
 
 def test_the_thread_ends_with_the_object() -> None:
     thread = StepThread("test-steps-that-end")
-    thread.give(flight := HostFlight(lambda flight, before: [], None))
+    thread.give(flight := HostFlight(lambda flight, before: sampled(0), None))
     flight.results()
     (found,) = [each for each in threading.enumerate() if each.name == "test-steps-that-end"]
     del thread

@@ -22,6 +22,7 @@ from infer.kernels import loader
 from infer.kernels.invariance import linears
 from infer.kernels.layer_stack import LayerStack
 from infer.kernels.linear import NativeLinear
+from infer.kernels.loader import NativeCall
 from infer.kernels.rotary import Angles, QKRotation
 from infer.kernels.team import ForKernels, WithTorch, num_threads
 
@@ -93,18 +94,24 @@ class NativeBackend:
         )
         weakref.finalize(self, self._library.infer_attention_free, self._handle)
         self._attend = functools.partial(self._library.infer_attention_attend, self._handle)
-        self._step: tuple[Tensor, Tensor]
+        self._planned: NativeCall
 
     def plan(self, layout: BatchLayout) -> None:
         """Divide the step into the kernel's work items; all layers use them."""
+        self._planned = self.plan_call(layout)
+        self.num_items: int = self._planned()
+
+    def plan_call(self, layout: BatchLayout) -> NativeCall:
+        """See `CallingBackend`. The kernel keeps the addresses."""
         slots, tables = layout.slot_mapping, layout.page_tables
         assert slots.dtype == tables.dtype == torch.int64
         assert slots.stride(0) == tables.stride(1) == 1
-        self._step = (slots, tables)  # the kernel keeps their addresses
         starts, lengths = array("q", layout.query_start_loc), array("q", layout.seq_lens)
-        self.num_items: int = self._library.infer_attention_plan(
+        return NativeCall(
+            self._library.infer_attention_plan,
             *(self._handle, len(lengths), starts.buffer_info()[0], lengths.buffer_info()[0]),
             *(slots.data_ptr(), tables.data_ptr(), tables.stride(0), num_threads()),
+            kept=(starts, lengths, slots, tables),
         )
 
     def __call__(
@@ -131,6 +138,17 @@ class NativeBackend:
     ) -> Tensor:
         """Compute all layers of a stack in one call; see `AttendsThrough`."""
         return stack(self._handle, self._table, x, angles, growth)
+
+    def through_call(
+        self,
+        y: Tensor,
+        stack: LayerStack,
+        x: Tensor,
+        angles: Sequence[Angles | None],
+        growth: Tensor | None = None,
+    ) -> NativeCall:
+        """See `CallsThrough`."""
+        return stack.call(y, self._handle, self._table, x, angles, growth)
 
     def _rows(self, x: Tensor) -> Tensor:
         # The kernel takes any stride between tokens, so a slice of a fused projection needs no

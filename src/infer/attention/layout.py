@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from infer.kernels.layer_stack import CallsThrough
+from infer.kernels.loader import NativeCall
 from infer.kernels.rotary import QKRotation
 
 
@@ -56,6 +58,18 @@ class AttentionBackend(Protocol):
 
         `turn`: head norms and rotation, which are applied to q and k first.
         """
+
+
+class CallingBackend(AttentionBackend, CallsThrough, Protocol):
+    """A backend that computes decoding by calls of the native library, made before they are due."""
+
+    def plan_call(self, layout: BatchLayout) -> NativeCall:
+        """The call of `plan`; it lives until the layers are computed."""
+
+
+def makes_calls(backend: AttentionBackend) -> TypeGuard[CallingBackend]:
+    """Whether a backend is one of these."""
+    return hasattr(backend, "plan_call")
 
 
 @dataclass(slots=True, eq=False)

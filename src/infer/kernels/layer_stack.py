@@ -24,6 +24,7 @@ from torch import Tensor
 
 from infer.kernels import loader
 from infer.kernels.linear import Linear, NativeLinear
+from infer.kernels.loader import NativeCall
 from infer.kernels.rotary import Angles, HeadNorms, QKRotation
 from infer.kernels.rows import Activation, RowNorm, packed_doubles
 from infer.kernels.team import num_threads
@@ -140,6 +141,20 @@ class AttendsThrough(Protocol):
         `growth`: factors of the tokens' rotated queries, [T] float32."""
 
 
+class CallsThrough(AttendsThrough, Protocol):
+    """One that makes the call before it is due."""
+
+    def through_call(
+        self,
+        y: Tensor,
+        stack: LayerStack,
+        x: Tensor,
+        angles: Sequence[Angles | None],
+        growth: Tensor | None = None,
+    ) -> NativeCall:
+        """The call of `through` that writes to y, for the step that is planned by then."""
+
+
 def attends_through(attend: object) -> TypeGuard[AttendsThrough]:
     """Whether an attention backend can compute a `LayerStack`. In Python 3.11 `isinstance` with a
     protocol takes 10 µs, which would be added to every step."""
@@ -169,14 +184,27 @@ class LayerStack:
         angles: Sequence[Angles | None],
         growth: Tensor | None = None,
     ) -> Tensor:
-        """Apply all layers: x [T, E] → [T, E], bfloat16.
+        """Apply all layers: x [T, E] → [T, E], bfloat16; see `call`."""
+        y = torch.empty_like(x)
+        self.call(y, attention, caches, x, angles, growth)()
+        return y
+
+    def call(
+        self,
+        y: Tensor,
+        attention: int,
+        caches: array[int],
+        x: Tensor,
+        angles: Sequence[Angles | None],
+        growth: Tensor | None = None,
+    ) -> NativeCall:
+        """The call that applies all layers to x [T, E] and writes y [T, E], bfloat16.
 
         `attention`: handle of an attention kernel that has planned the step. `caches`: for each
         layer the index of its window and the addresses of its keys and values. `angles`: of each
         layer; None: it does not rotate. `growth`: factors of rotated queries, [T] float32.
         """
         assert (x.dtype, x.stride()) == (torch.bfloat16, (self._sizes[0], 1))
-        y = torch.empty_like(x)
         # Most layers share their angles, and asking a tensor for its address takes a while.
         addresses = {id(None): (0, 0)}
         for each in angles:
@@ -184,12 +212,13 @@ class LayerStack:
                 addresses[id(each)] = each[0].data_ptr(), each[1].data_ptr()
         grown = 0 if growth is None else growth.data_ptr()
         table = array("q", [number for each in angles for number in (*addresses[id(each)], grown)])
-        self._apply(
+        return NativeCall(
+            self._apply,
             *(attention, self._table.buffer_info()[0], caches.buffer_info()[0]),
             *(table.buffer_info()[0], len(self._layers), self._eps, x.data_ptr(), y.data_ptr()),
             *(x.shape[0], *self._sizes, num_threads()),
+            kept=(self, caches, table, x, y, angles, growth),
         )
-        return y
 
     def one_by_one(
         self,

@@ -38,6 +38,7 @@ from infer.kernels.blocks import (
     panel_kinds,
 )
 from infer.kernels.int8_weight import Int8Weight
+from infer.kernels.loader import NativeCall
 from infer.kernels.native import instruction_set, native_obstacle
 from infer.kernels.team import num_threads
 
@@ -536,12 +537,17 @@ class NativeLinear:
 
     def columns(self, outputs: Tensor) -> Tensor:
         """The weights [n, in], bfloat16, of n outputs, without a gate and not of int8."""
-        outputs = outputs.contiguous()
         found = torch.empty((len(outputs), self.in_features), dtype=torch.bfloat16)
-        loader.loaded().infer_linear_columns(
-            self.handle, outputs.data_ptr(), len(outputs), found.data_ptr(), num_threads()
-        )
+        self.columns_call(found, outputs.contiguous())()
         return found
+
+    def columns_call(self, found: Tensor, outputs: Tensor) -> NativeCall:
+        """The call of `columns`, for outputs that lie together, which writes to `found`."""
+        return NativeCall(
+            loader.loaded().infer_linear_columns,
+            *(self.handle, outputs.data_ptr(), len(outputs), found.data_ptr(), num_threads()),
+            kept=(self, outputs, found),
+        )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """[T, in] → [T, out]."""
@@ -550,6 +556,12 @@ class NativeLinear:
 
     def into(self, out: Tensor, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """`out` [T, out], into which the result is written."""
+        self.call(out, x, residual)()
+        return out
+
+    def call(self, out: Tensor, x: Tensor, residual: Tensor | None = None) -> NativeCall:
+        """The call that writes the result of x [T, in] into `out` [T, out]. x is what its memory is
+        when the call is made, where its features lie together."""
         assert (x.dtype, x.shape[1]) == (torch.bfloat16, self.in_features)
         assert (out.dtype, out.shape) == (self.out_dtype, (x.shape[0], self.out_features))
         if x.stride(1) != 1:
@@ -559,11 +571,12 @@ class NativeLinear:
             assert (residual.dtype, residual.shape) == (torch.bfloat16, out.shape)
             residual = residual.contiguous()
             added = residual.data_ptr()
-        self._apply(
+        return NativeCall(
+            self._apply,
             *(self.handle, x.data_ptr(), x.stride(0), added, out.data_ptr(), x.shape[0]),
             num_threads(),
+            kept=(self, x, residual, out),
         )
-        return out
 
 
 class PackedEmbedding:
@@ -597,6 +610,10 @@ class PackedEmbedding:
         """The rows [T, E] of tokens [T]; `dim` is 0."""
         assert dim == 0
         return self._layer.columns(tokens)
+
+    def call(self, rows: Tensor, tokens: Tensor) -> NativeCall:
+        """The call that writes the rows of tokens [T] to `rows` [T, E]."""
+        return self._layer.columns_call(rows, tokens)
 
 
 def can_pack(weight: Tensor) -> bool:

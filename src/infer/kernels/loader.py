@@ -18,8 +18,9 @@ import os
 import re
 import struct
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +124,25 @@ def loaded() -> ctypes.CDLL:
     if isinstance(found := library(), str):
         raise RuntimeError(found)
     return found
+
+
+class NativeCall:
+    """A call of the library whose arguments are made before it is due.
+
+    Arguments are addresses. Finding them takes the interpreter longer than a small kernel takes,
+    since each layer's weights displace the interpreter's data from the CPU's caches. So whoever
+    works one step ahead makes the calls of a step while the step before is being computed.
+    """
+
+    __slots__ = ("_arguments", "_function", "_kept")
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any, kept: object) -> None:
+        """`kept`: the memory that the arguments are addresses of."""
+        self._function, self._arguments, self._kept = function, arguments, kept
+
+    def __call__(self) -> Any:
+        """Call the function; returns its result."""
+        return self._function(*self._arguments)
 
 
 def page_aligned(num_bytes: int) -> torch.Tensor:

@@ -14,12 +14,13 @@ vocabulary size, R rows that are sampled.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from infer.kernels.layer_stack import LayerParts, attends_through, stack_layers
+from infer.kernels.layer_stack import CallsThrough, LayerParts, attends_through, stack_layers
 from infer.kernels.linear import (
     PRODUCT_ONLY,
     Fusion,
@@ -37,7 +38,7 @@ from infer.kernels.rotary import Angles, HeadNorms, QKRotation
 from infer.kernels.rows import BETA, Activation, RowNorm
 from infer.models.arrangement import arrange
 from infer.models.layer_forms import GATES, NormForm
-from infer.models.model import Attend, Rotations
+from infer.models.model import Attend, LogitsCalls
 from infer.models.model_config import LayerConfig, ModelConfig
 from infer.models.rope import RopeTables
 from infer.models.weights import HeldWeights, WeightSource
@@ -308,17 +309,7 @@ class Decoder:
         parts = [layer.parts() for layer in self.layers]
         self.stack = stack_layers(config, parts)
 
-    def rotations(self, positions: Tensor) -> Rotations:
-        """See `StackedModel`."""
-        return self.rope.at(positions), self.rope.query_factors(positions)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        rotations: Rotations | None = None,
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Hidden states [T, E] of T tokens, which may belong to any number of sequences."""
         x = self.embedding.index_select(0, tokens)
         if self.scale != 1.0:
@@ -327,12 +318,46 @@ class Decoder:
             x = self.embedding_norm(x)
         if self.positions is not None:
             x = x + self.positions.index_select(0, positions)
-        angles, growth = self.rotations(positions) if rotations is None else rotations
+        angles, growth = self.rope.at(positions), self.rope.query_factors(positions)
         if self.stack is not None and attends_through(attend):
             return self.norm(attend.through(self.stack, x, angles, growth))
         for layer in self.layers:
             x = layer(x, angles, attend, growth)
         return self.norm(x)
+
+    def calls(
+        self, tokens: Tensor, positions: Tensor, attend: CallsThrough, memory: Tensor | None
+    ) -> LogitsCalls | None:
+        """See `CalledModel`."""
+        head, embedding, stack = self.lm_head, self.embedding, self.stack
+        if stack is None or not isinstance(head, NativeLinear) or self._needs_torch():
+            return None
+        x = torch.empty((len(tokens), self.config.hidden_size), dtype=embedding.dtype)
+        before: list[Callable[[], object]] = []
+        if isinstance(embedding, PackedEmbedding):
+            before.append(embedding.call(x, tokens))
+        else:
+            before.append(partial(torch.index_select, embedding, 0, tokens, out=x))
+        if self.scale != 1.0:
+            before.append(partial(x.mul_, self.scale))
+        y = torch.empty_like(x)
+        angles, growth = self.rope.at(positions), self.rope.query_factors(positions)
+        layers = attend.through_call(y, stack, x, angles, growth)
+        if memory is None:
+            memory = torch.empty((len(tokens), head.out_features))
+        logits = memory[: len(tokens)]
+        return LogitsCalls(before, (layers, head.call(logits, y)), logits)
+
+    def _needs_torch(self) -> bool:
+        """Whether torch computes more than small products with the embeddings. A subclass may
+        compute anything."""
+        is_own = type(self).forward is Decoder.forward and type(self).logits is Decoder.logits
+        config = self.config
+        return (
+            not is_own
+            or (config.logits_scale, config.final_softcap) != (1.0, None)
+            or (self.embedding_norm, self.positions, self.norm.apart.norm) != (None, None, None)
+        )
 
     def drop_stack(self) -> None:
         """Compute the layers one by one from now on, with every attention backend."""

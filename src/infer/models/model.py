@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Protocol
 
 from torch import Tensor
 
+from infer.kernels.layer_stack import CallsThrough
 from infer.kernels.linear import Linear
-from infer.kernels.rotary import Angles, QKRotation
+from infer.kernels.rotary import QKRotation
 from infer.models.model_config import ModelConfig
 from infer.models.registry import find_architecture
 from infer.models.stack_check import check_stack
@@ -52,25 +55,31 @@ class Model(Protocol):
         """
 
 
-Rotations = tuple[list[Angles | None], Tensor | None]
-"""How queries and keys of T tokens are rotated: the angles of each layer, and factors of the
-rotated queries, [T] float32, if there are any."""
+@dataclass(frozen=True, slots=True, eq=False)
+class LogitsCalls:
+    """The calls that compute the logits of a step, for a caller who has time before it. They read
+    the tokens when they are made, and need no context."""
+
+    before: Seq[Callable[[], object]]
+    """Look the tokens up."""
+    behind: Seq[Callable[[], object]]
+    """Compute the layers and the output head."""
+    logits: Tensor
+    """Where they are written, [R, V] float32."""
 
 
-class StackedModel(Model, Protocol):
-    """A model whose layers the kernels can compute in one call."""
+class CalledModel(Model, Protocol):
+    """A model whose decoding the kernels may compute alone."""
 
-    def rotations(self, positions: Tensor) -> Rotations:
-        """What `forward` makes of the positions [T], for a caller who has time before."""
-
-    def forward(
+    def calls(
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: Attend,
-        rotations: Rotations | None = None,
-    ) -> Tensor:
-        """See `Model`. `rotations`: those of the positions; None: they are made here."""
+        attend: CallsThrough,
+        memory: Tensor | None,
+    ) -> LogitsCalls | None:
+        """The calls in place of `forward` and `logits`, with the same bits, for steps in which each
+        token's row is sampled; None where more than kernels is needed. `memory`: see `logits`."""
 
 
 def build_model(config: ModelConfig, source: WeightSource, max_seq_len: int) -> Model:

@@ -23,19 +23,20 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from infer.attention.layout import AttentionBackend
+from infer.attention.layout import AttentionBackend, makes_calls
 from infer.kernels.cuda import current
 from infer.kernels.layer_stack import AttendsThrough, LayerStack, attends_through
 from infer.kernels.loader import page_aligned
 from infer.kernels.rotary import Angles, QKRotation
+from infer.kernels.team import ForKernels
 from infer.main_memory import RETURNED_FROM
-from infer.models.model import Model, StackedModel
+from infer.models.model import CalledModel, Model
 from infer.runner.ahead_choice import AheadChoice
 from infer.runner.device_errors import translated
 from infer.runner.grammar_masks import Masks, Restrictions
@@ -43,12 +44,12 @@ from infer.runner.pack import NO_ROWS, PackedStep, Packer, Rows
 from infer.runner.plain_rows import LANES, PlainRows, PlainSampling, as_results
 from infer.runner.prompt_scores import score_prompts, wants_prompt_rows
 from infer.runner.sampler import NOTHING, Sampler, SamplerRow, is_plain, sample
-from infer.runner.step_thread import HostFlight, StepThread
+from infer.runner.step_thread import Computed, HostFlight, StepThread
 from infer.schedule.sequence import Plan, Sampled, Sequence, verified
 from infer.types import Request
 
 FEW_TOKENS = 256
-"""number of tokens whose rotations torch does not divide among threads, which the kernels need"""
+"""number of tokens with which torch uses no second thread, on a core that the kernels need"""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,8 +68,6 @@ class PreparedStep:
     """Computes attention once the step is planned."""
     has_scores: bool
     """Whether log-probabilities or logits of prompts are asked for."""
-    forward: Callable[[Tensor, Tensor, AttentionBackend], Tensor]
-    """The model's."""
     memory: Tensor | None
     """Where its logits are written, [≥ R, V] float32; None: into memory of their own."""
 
@@ -126,7 +125,7 @@ class ModelRunner:
         has_scores = any(map(wants_prompt_rows, plan))
         return PreparedStep(
             *(plan, packed, masks, plain, packed.sampled, self.backend, has_scores),
-            *(self.model.forward, self._memory_for(len(packed.sampled))),
+            self._memory_for(len(packed.sampled)),
         )
 
     def _compute(self, step: PreparedStep) -> list[Sampled]:
@@ -136,7 +135,7 @@ class ModelRunner:
     def _forward_and_sample(self, step: PreparedStep) -> list[Sampled]:
         plan, packed = step.plan, step.packed
         self.backend.plan(packed.layout)
-        hidden = step.forward(packed.tokens, packed.positions, step.attend)
+        hidden = self.model.forward(packed.tokens, packed.positions, step.attend)
         if step.has_scores:
             score_prompts(plan, hidden, self.model.logits)
         if not packed.sampled:
@@ -203,6 +202,7 @@ class AheadRunner(ModelRunner):
         )
         self._choice = AheadChoice() if choice is None else choice
         has_stack = getattr(self.model, "stack", None) is not None
+        self._computes_alone = isinstance(self._threads, ForKernels)
         self._is_possible = has_stack and attends_through(self.backend)
         # The tables of one are written while a step reads those of the other.
         self._packers = [self._packer, Packer(self.caches[0].shape[1], self.device)]
@@ -245,30 +245,67 @@ class AheadRunner(ModelRunner):
         if plain and step.plain is None:
             step = replace(step, rows=_launched(packed.sampled))
 
-        def compute(flight: HostFlight, before: list[int]) -> list[Sampled]:
+        # What does not depend on the tokens before is made now, while the kernels are busy.
+        calls = self._calls(step)
+
+        def compute(flight: HostFlight, before: np.ndarray) -> Computed:
             packed.fill(before)
-            return self._compute_translated(step)
+            return self._compute_in_flight(flight, step, calls)
 
         flight = HostFlight(compute, self._last)
-        # What does not depend on the tokens before is made now, while the kernels are busy.
-        model, positions = cast("StackedModel", self.model), packed.positions
-        rotations = model.rotations(positions) if len(positions) <= FEW_TOKENS else None
-        step = replace(
-            step,
-            attend=_Entering(self.backend, flight.enter_kernels),
-            forward=partial(model.forward, rotations=rotations),
-        )
         self._thread.give(flight)
         self._last, self._last_rows = flight, packed.rows()
         if not plain or step.has_scores:
             flight.results()
         return flight
 
-    def _compute_translated(self, step: PreparedStep) -> list[Sampled]:
+    def _calls(self, step: PreparedStep) -> StepCalls | None:
+        """The step as calls of kernels; None if it needs more."""
+        packed, backend, model = step.packed, self.backend, cast("CalledModel", self.model)
+        is_decode = len(packed.sampled) == len(packed.tokens) == len(step.plan) <= FEW_TOKENS
+        vocab = model.lm_head.out_features
+        if step.plain is None or step.has_scores or not is_decode or vocab % LANES:
+            return None
+        if not (self._computes_alone and makes_calls(backend)):
+            return None
+        made = model.calls(packed.tokens, packed.positions, backend, step.memory)
+        if made is None:
+            return None
+        tokens = np.empty(len(packed.sampled), np.int64)
+        plan, draw = backend.plan_call(packed.layout), step.plain.call(tokens, made.logits)
+        return StepCalls([*made.before, plan], [*made.behind, draw], tokens)
+
+    def _compute_in_flight(
+        self, flight: HostFlight, step: PreparedStep, calls: StepCalls | None
+    ) -> Computed:
         try:
-            return self._compute(step)
+            if calls is not None:
+                return calls.compute(flight.enter_kernels)
+            attend = _Entering(self.backend, flight.enter_kernels)
+            return Computed.of(self._compute(replace(step, attend=attend)))
         except RuntimeError as error:
             raise translated(error) from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepCalls:
+    """A step of decoding as calls of kernels, which need no context."""
+
+    before: Seq[Callable[[], object]]
+    """Small ones: look the tokens up, plan attention."""
+    behind: Seq[Callable[[], object]]
+    """Compute layers and logits, and draw."""
+    tokens: np.ndarray
+    """Where the last one writes; see `PlainRows`."""
+
+    def compute(self, enter: Callable[[], None]) -> Computed:
+        """Make the calls. `enter` is called before those that take their time."""
+        for call in self.before:
+            call()
+        enter()
+        for call in self.behind:
+            call()
+        return Computed(self.tokens, lambda: as_results(self.tokens.tolist()))
 
 
 class _Entering(AttendsThrough):

@@ -13,7 +13,6 @@ A token that is not known yet is the result of a row of the step before. The ste
 from __future__ import annotations
 
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -53,11 +52,11 @@ class PackedStep:
     unknown_from: np.ndarray
     """Row of each of them among the sampled rows of the step before; int64."""
 
-    def fill(self, sampled: Seq[int]) -> None:
-        """Write the unknown tokens. `sampled`: the step before's, one per sampled row."""
+    def fill(self, sampled: np.ndarray) -> None:
+        """Write the unknown tokens. `sampled` [R] int64: the step before's; below 0: none."""
         if len(self.unknown):
-            tokens = self.tokens.numpy()
-            tokens[self.unknown] = np.array(sampled, np.int64)[self.unknown_from]
+            # What follows a token that is none is dropped, but is computed.
+            self.tokens.numpy()[self.unknown] = np.maximum(sampled, 0)[self.unknown_from]
 
     def rows(self) -> Rows:
         """The row of each sequence among the sampled ones; without proposed tokens."""

@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from infer.kernels import loader
+from infer.kernels.loader import NativeCall
 from infer.kernels.team import num_threads
 from infer.runner.sampler import is_plain
 from infer.schedule.sequence import NOT_FINITE, Sampled, Sequence
@@ -42,11 +43,17 @@ class PlainRows:
     def sample(self, logits: Tensor) -> list[int]:
         """The token of each row of logits [R, V] float32; -1: the row is not finite."""
         tokens = np.empty(len(self._wanted), np.int64)
-        loader.loaded().infer_sample(
+        self.call(tokens, logits)()
+        return tokens.tolist()
+
+    def call(self, tokens: np.ndarray, logits: Tensor) -> NativeCall:
+        """The call that writes `tokens`, [R] int64; see `sample`."""
+        return NativeCall(
+            loader.loaded().infer_sample,
             *(logits.data_ptr(), logits.stride(0), logits.shape[1]),
             *(self._wanted.ctypes.data, len(tokens), tokens.ctypes.data, num_threads()),
+            kept=(self._wanted, tokens, logits),
         )
-        return tokens.tolist()
 
 
 class PlainSampling:

@@ -11,15 +11,35 @@ import queue
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Lock
 
+import numpy as np
 import torch
 
 from infer.schedule.sequence import Sampled
 from infer.threads import BackgroundThread
 
-Compute = Callable[["HostFlight", list[int]], list[Sampled]]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computed:
+    """What a step has sampled."""
+
+    tokens: np.ndarray
+    """For the step behind it, [R] int64; -1: the row is not finite."""
+    results: Callable[[], list[Sampled]]
+    """Makes the results, in the thread that wants them."""
+
+    @classmethod
+    def of(cls, results: list[Sampled]) -> Computed:
+        """With results that are made already."""
+        tokens = np.array([result.token_id for result in results], np.int64)
+        return cls(tokens, lambda: results)
+
+
+Compute = Callable[["HostFlight", np.ndarray], Computed]
 """Computes a step, given its flight and the tokens that the step before has sampled."""
+_NO_TOKENS = np.empty(0, np.int64)
 
 
 class HostFlight:
@@ -35,7 +55,7 @@ class HostFlight:
         self._waiting, self._running = Lock(), Lock()
         self._waiting.acquire()
         self._running.acquire()
-        self._results: list[Sampled] = []
+        self._computed: Computed | None = None
         self._error: BaseException | None = None
         self._took_ms: float | None = None
 
@@ -48,8 +68,8 @@ class HostFlight:
             assert compute is not None, "a step is computed once"
             if before is not None and before._error is not None:
                 raise RuntimeError("the step before has failed")
-            tokens = [] if before is None else [result.token_id for result in before._results]
-            self._results = compute(self, tokens)
+            found = None if before is None else before._computed
+            self._computed = compute(self, _NO_TOKENS if found is None else found.tokens)
         except BaseException as error:
             self._error = error
         self._took_ms = 1000 * (time.perf_counter() - began_s)
@@ -78,7 +98,8 @@ class HostFlight:
         self.wait()
         if self._error is not None:
             raise self._error
-        return self._results
+        assert self._computed is not None, "a step that has ended without an error has results"
+        return self._computed.results()
 
     def elapsed_ms(self) -> float | None:
         """Time that the step took, in milliseconds; None before it has ended."""
