@@ -86,7 +86,7 @@ def test_every_command_is_walked() -> None:
     assert len(_options()) > 60
 
 
-@pytest.mark.parametrize(("words", "option"), one_of(6, _options()), ids=str)
+@pytest.mark.parametrize(("words", "option"), one_of(12, _options()), ids=str)
 def test_a_number_that_is_too_large_is_one_sentence(
     words: tuple[str, ...], option: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

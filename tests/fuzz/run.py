@@ -246,13 +246,6 @@ class Watched:
         self.counts.num_restarts += len({*engines} - {*self._engines})
         self._engines = engines
 
-    def num_restarts(self) -> int:
-        """Of the engines that are there, as the metrics say."""
-        _, text = self.server.get("/metrics")
-        found = re.findall(rb"^\w+:engine_restarts_total\{.*\} (\S+)$", text, re.MULTILINE)
-        assert found, text[:300]
-        return sum(int(float(it)) for it in found)
-
     def close(self) -> None:
         """End the server; it may have ended before."""
         stack, self._stack = self._stack, ExitStack()

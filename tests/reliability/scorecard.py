@@ -258,6 +258,13 @@ ROWS = (
         " read from its counters",
     ),
     Row(
+        "N1",
+        "noisy machine",
+        (f"{HERE}/test_noisy_machine.py",),
+        "A thread for each core; every stream is as it is alone. A quota needs a control group that"
+        " may be made",
+    ),
+    Row(
         "C1",
         "limits of a key over four fronts",
         (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -103,12 +102,6 @@ def ask(server: Served, path: str, body: Any) -> tuple[int, dict[str, Any], floa
         connection.close()
 
 
-def num_restarts(server: Served) -> int:
-    found = re.search(rb"engine_restarts_total\{.*\} (\S+)", server.get("/metrics")[1])
-    assert found
-    return int(float(found[1]))
-
-
 def pids(server: Served) -> tuple[int | None, int | None]:
     """Process ids of the server (None if it has ended) and of its engine."""
     assert server.process.poll() is None, "the server has ended"
@@ -172,7 +165,7 @@ def test_chains_are_refused_on_small_stacks(tmp_path: Path) -> None:
         assert ask(server, COMPLETIONS, deepest)[0] == 200
         deepest = completion(guided_json=references(450, "items"), max_tokens=40)
         assert ask(server, COMPLETIONS, deepest)[0] == 200
-        assert num_restarts(server) == 0
+        assert server.num_restarts() == 0
 
 
 # ---- A2
@@ -190,7 +183,7 @@ def test_failing_requests_never_restart_the_engine(server: Served) -> None:
             statuses[status] += 1
             assert "no token is left" in answer["error"]["message"]
         assert statuses == {400: 100}
-        assert num_restarts(server) == 0
+        assert server.num_restarts() == 0
         assert pids(server) == before
         counted["statuses"] = {str(status): n for status, n in statuses.items()}
 
@@ -211,7 +204,7 @@ def test_large_grammars_work_or_are_refused(server: Served, fields: dict[str, An
         status, answer, _ = ask(server, COMPLETIONS, completion(**fields))
         assert status in (200, 400), answer
     assert pids(server) == before
-    assert num_restarts(server) == 0
+    assert server.num_restarts() == 0
 
 
 # ---- A8
@@ -296,7 +289,7 @@ def test_a_thousand_unique_grammars(tmp_path: Path) -> None:
         print(counted)
         assert grown[1] < 300
         assert grown[0] < 100
-        assert num_restarts(server) == 0
+        assert server.num_restarts() == 0
 
 
 # ---- generated grammars

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.control_groups import JOIN, control_group
 from tests.support.server_process import ENV, Findings, Served, served
 from tests.weights.published import SMOLLM2, installed
 
@@ -30,12 +31,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.weights, pytest.mark.timeout(4000)]
 LIMIT_BYTES = 1 << 30
 CLIENTS = 12
 WORDS = ("the", "a", "day", "little", "big", "cat", "dog", "tree", "ran", "saw", "and", "house")
-JOIN = """
-import os, sys
-with open(sys.argv[1] + "/cgroup.procs", "w", encoding="ascii") as group:
-    group.write(str(os.getpid()))
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
@@ -75,23 +70,14 @@ class Group:
 
 @contextmanager
 def memory_group() -> Iterator[Group]:
-    """A group that is empty again at the end; skips the test where none can be made."""
-    root = Path("/sys/fs/cgroup")
-    folder = (root / "memory" if (root / "memory").is_dir() else root) / f"infer-{os.getpid()}"
-    try:
-        folder.mkdir()
+    """A group with the limit; see `control_group`."""
+    with control_group("memory") as folder:
         group = Group(folder)
-        group.limit(LIMIT_BYTES)
-    except OSError as error:
-        pytest.skip(f"no control group of memory can be made here: {error}")
-    try:
+        try:
+            group.limit(LIMIT_BYTES)
+        except OSError as error:
+            pytest.skip(f"a control group cannot have a limit of memory here: {error}")
         yield group
-    finally:
-        ends_s = time.monotonic() + 20
-        while (folder / "cgroup.procs").read_text(encoding="ascii"):
-            assert time.monotonic() < ends_s, "a process is left in the control group"
-            time.sleep(0.1)
-        folder.rmdir()
 
 
 def words(dice: random.Random, count: int) -> str:
@@ -167,16 +153,8 @@ def live(server: Served, group: Group, minutes: float) -> dict[str, Any]:
         "most of it anonymous, MiB": max(held for _, held in looks) >> 20,
         "anonymous at the end, MiB": looks[-1][1] >> 20,
         "ended by the kernel": group.ended(),
-        "restarts": restarts(server),
+        "restarts": server.num_restarts(),
     }
-
-
-def restarts(server: Served) -> int:
-    """How often an engine has died and was replaced."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
-        lines = answer.read().decode().splitlines()
-    counts = [line for line in lines if "engine_restarts" in line and not line.startswith("#")]
-    return int(sum(float(line.rsplit(" ", 1)[1]) for line in counts))
 
 
 def test_a_limit_of_1_gib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

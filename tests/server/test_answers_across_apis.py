@@ -183,7 +183,7 @@ def limit_of(path: str, size: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("every", "least"), [(400, 4), pytest.param(47, 12, marks=pytest.mark.slow)]
+    ("every", "least"), [(1000, 4), pytest.param(47, 12, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("way", FORMATS, ids=lambda way: way.name)
 def test_streams_are_whole_answers_and_each_is_taken_back_by_each(

@@ -132,6 +132,13 @@ class Served:
     def _cpu_s(self) -> float:
         return sum(map(cpu_s, (self.process.pid, *self.children())))
 
+    def num_restarts(self) -> int:
+        """How often its engines have died and were replaced, as the metrics say."""
+        pattern = rb"^\w+:engine_restarts_total\{.*\} (\S+)$"
+        found = re.findall(pattern, self.get("/metrics")[1], re.MULTILINE)
+        assert found
+        return int(sum(map(float, found)))
+
     def is_ready(self) -> bool:
         """Whether /health/ready answers 200."""
         return self.get("/health/ready")[0] == 200
