@@ -58,10 +58,12 @@ class Model(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitsCalls:
     """The calls that compute the logits of a step, for a caller who has time before it. They read
-    the tokens when they are made, and need no context."""
+    the tokens when they are made."""
 
     before: Seq[Callable[[], object]]
     """Look the tokens up."""
+    is_native: bool
+    """Whether kernels do that; else torch does, which then has one thread."""
     behind: Seq[Callable[[], object]]
     """Compute the layers and the output head."""
     logits: Tensor

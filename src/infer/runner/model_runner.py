@@ -273,7 +273,8 @@ class AheadRunner(ModelRunner):
             return None
         tokens = np.empty(len(packed.sampled), np.int64)
         plan, draw = backend.plan_call(packed.layout), step.plain.call(tokens, made.logits)
-        return StepCalls([*made.before, plan], [*made.behind, draw], tokens)
+        threads = nullcontext() if made.is_native else self._threads
+        return StepCalls(threads, [*made.before, plan], [*made.behind, draw], tokens)
 
     def _compute_in_flight(
         self, flight: HostFlight, step: PreparedStep, calls: StepCalls | None
@@ -289,8 +290,10 @@ class AheadRunner(ModelRunner):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepCalls:
-    """A step of decoding as calls of kernels, which need no context."""
+    """A step of decoding as calls of kernels."""
 
+    threads: AbstractContextManager[None]
+    """Context of those before, where torch makes some."""
     before: Seq[Callable[[], object]]
     """Small ones: look the tokens up, plan attention."""
     behind: Seq[Callable[[], object]]
@@ -300,8 +303,9 @@ class StepCalls:
 
     def compute(self, enter: Callable[[], None]) -> Computed:
         """Make the calls. `enter` is called before those that take their time."""
-        for call in self.before:
-            call()
+        with self.threads:
+            for call in self.before:
+                call()
         enter()
         for call in self.behind:
             call()
