@@ -1,10 +1,10 @@
 """One request, mixed requests and arrivals in each batching mode, on the shape of a real model.
 
 `python benchmarks/batching_modes.py llama-3.2-1b` writes results/batching-llama-3.2-1b.json, from
-which performance.py makes a table and a plot. The weights are random (`shapes.py`), so nothing is
-downloaded. Arrivals, lengths and tokens are the same in each mode. `--modes` and `--workloads`
-measure a part and leave the rest of the file as it is. published.py does the same with real
-weights.
+which performance.py makes lines of a table and a plot. The weights are random (`shapes.py`), so
+nothing is downloaded. `--model MODEL` measures real weights under a shape's name instead. Arrivals,
+lengths and tokens are the same in each mode. `--modes` and `--workloads` measure a part and leave
+the rest of the file as it is. published.py also compares texts with those of transformers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import tempfile
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -29,14 +30,11 @@ from infer.bench.workloads import Planned
 from infer.config import EngineConfig
 
 MODES = ("sequential", "static", "continuous")
-SEATS = 8
-WORKLOADS: dict[str, dict[str, Any]] = {
-    "single": {},
-    "mixed": {"num_requests": 6},
-    "continuous_batching": {"num_requests": 12, "rate": 0.25},
-}
-"""The workloads of `infer bench`, with so few requests that two cores need less than eight minutes
-for all of them in all modes, with a model of a billion weights."""
+WORKLOADS: dict[str, dict[str, Any]] = {"single": {}, "mixed": {}, "continuous_batching": {}}
+"""The workloads of `infer bench` as they are defined: one request, 16 at once, and 32 of which four
+come each second."""
+SEATS = {"single": 8, "mixed": 8, "continuous_batching": 32}
+"""`max_batch_size` for each: half of what comes at once, and all of what comes one by one"""
 RESULTS = Path(__file__).parent / "results"
 LATENCIES = ("ttft_ms", "itl_ms", "e2e_ms")
 
@@ -90,6 +88,7 @@ async def measured(
                 {
                     "workload": name,
                     "mode": config.batching_mode,
+                    "seats": config.max_batch_size,
                     "options": document["workload"],
                     "started": document["started"],
                     "versions": document["versions"],
@@ -122,7 +121,7 @@ def record(
     workloads: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Measure a model in each mode and put the runs into a file, in place of former runs of the
-    same mode and workload; returns the document. `config`: all settings but the mode."""
+    same mode and workload; returns the document. `config`: all settings but mode and seats."""
     document: dict[str, Any] = {"format": 1, "runs": []}
     if file.exists():
         document = json.loads(file.read_text(encoding="utf-8"))
@@ -130,9 +129,15 @@ def record(
         key: value for key, value in dataclasses.asdict(config).items() if value is not None
     }
     document |= {"model": name, "engine": {**settings, "model": name, "batching_mode": "each"}}
-    for mode in modes:
-        each = EngineConfig.from_kwargs(**{**dataclasses.asdict(config), "batching_mode": mode})
-        runs = asyncio.run(measured(each, WORKLOADS if workloads is None else workloads))
+    document["engine"].pop("max_batch_size", None)
+    workloads = WORKLOADS if workloads is None else workloads
+    for mode, seats in itertools.product(modes, sorted(set(SEATS.values()))):
+        changed = {"batching_mode": mode, "max_batch_size": seats}
+        each = EngineConfig.from_kwargs(**{**dataclasses.asdict(config), **changed})
+        mine = {name: sizes for name, sizes in workloads.items() if SEATS[name] == seats}
+        if not mine:
+            continue
+        runs = asyncio.run(measured(each, mine))
         new = {(run["workload"], run["mode"]) for run in runs}
         old = [run for run in document["runs"] if (run["workload"], run["mode"]) not in new]
         document["runs"] = old + runs
@@ -149,11 +154,10 @@ def differing(document: Mapping[str, Any]) -> list[str]:
 
 
 def engine_config(model: str, dtype: str, **settings: Any) -> EngineConfig:
-    """The engine that all modes have: 8 seats and no prefix cache, which no prompt here needs."""
+    """The engine that all modes have: without a prefix cache, which no prompt here needs."""
     return EngineConfig.from_kwargs(
         model=model,
         dtype=dtype,
-        max_batch_size=SEATS,
         max_seq_len=2048,
         enable_prefix_caching=False,
         seed=0,
@@ -164,19 +168,28 @@ def engine_config(model: str, dtype: str, **settings: Any) -> EngineConfig:
 def main() -> None:
     """Measure one shape."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--dtype", default="int8", help="default: int8")
+    parser.add_argument("shape", help=f"{', '.join(SHAPES)}; with --model any name")
+    parser.add_argument("--model", help="real weights: what `infer serve --model` takes")
+    parser.add_argument("--dtype", help="default: int8, and with --model auto")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--json", type=Path, help="default: results/batching-SHAPE.json")
     arguments = parser.parse_args()
     shape = arguments.shape
     file = arguments.json or RESULTS / f"batching-{shape}.json"
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder) / shape, shape)
-        config = engine_config(str(Path(folder) / shape), arguments.dtype, load_format="dummy")
-        workloads = {name: WORKLOADS[name] for name in arguments.workloads}
-        document = record(shape, config, file, modes=arguments.modes, workloads=workloads)
+    workloads = {name: WORKLOADS[name] for name in arguments.workloads}
+    how: dict[str, Any] = {"modes": arguments.modes, "workloads": workloads}
+    if arguments.model is not None:
+        config = engine_config(arguments.model, arguments.dtype or "auto")
+        document = record(shape, config, file, **how)
+    elif shape not in SHAPES:
+        parser.error(f"a shape must be one of {', '.join(SHAPES)}; real weights need --model")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            write_config(Path(folder) / shape, shape)
+            model = str(Path(folder) / shape)
+            config = engine_config(model, arguments.dtype or "int8", load_format="dummy")
+            document = record(shape, config, file, **how)
     if wrong := differing(document):
         raise SystemExit(f"the answers differ between the modes: {', '.join(wrong)}")
 

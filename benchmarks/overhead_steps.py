@@ -40,7 +40,11 @@ class Clock:
     """The time that the kernels take, as their callers see it."""
 
     def __init__(self) -> None:
+        """Count looking tokens up in packed weights, and drawing, of every engine."""
         self.spent_s = 0.0
+        library: Any = loader.loaded()
+        library.infer_linear_columns = self.timed(library.infer_linear_columns)
+        library.infer_sample = self.timed(library.infer_sample)
 
     def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The function, with its time counted."""
@@ -54,16 +58,13 @@ class Clock:
         return counted
 
     def watch(self, core: EngineCore) -> None:
-        """Count looking tokens up in packed weights, the layers, the output head, and drawing."""
+        """Count the layers and the output head of an engine."""
         model: Any = core.runner.model  # type: ignore[attr-defined]
-        library: Any = loader.loaded()
-        library.infer_linear_columns = self.timed(library.infer_linear_columns)
         for part in (model.stack, model.lm_head):
             part._apply = self.timed(part._apply)
-        library.infer_sample = self.timed(library.infer_sample)
 
 
-def measure(options: argparse.Namespace, num_sequences: int) -> str:
+def measure(options: argparse.Namespace, clock: Clock, num_sequences: int) -> str:
     """One row of the table."""
     settings = EngineConfig(
         model=options.model,
@@ -72,7 +73,6 @@ def measure(options: argparse.Namespace, num_sequences: int) -> str:
         max_seq_len=512 if options.model is None else 2048,
     )
     core, _ = prepare(settings, num_fronts=1).build(lambda request_id: None)
-    clock = Clock()
     clock.watch(core)
     num_steps = PERIOD * (2 * options.periods + 2)
     marks: list[tuple[float, float]] = []
@@ -132,5 +132,6 @@ def main(arguments: list[str] | None = None) -> None:
     gc.set_threshold(700, 2, 2)
     print("| sequences | step µs | outside µs | ahead: step µs | outside µs | ahead / not |")
     print("|---|---|---|---|---|---|")
+    clock = Clock()
     for num_sequences in options.counts:
-        print(measure(options, num_sequences), flush=True)
+        print(measure(options, clock, num_sequences), flush=True)

@@ -6,8 +6,8 @@ benchmarks/results/: `peers-*.json` of peers/run.py (`zen4-*.json`: of another m
 published checkpoints, `quantised-*.json`: of quantised ones), `floor-*.json` of floor.py, and
 results of `infer bench` that are named WORKLOAD-LABEL.json. Results of the same workload are
 compared with each other (`modes-zen4-*.json`: of another machine, in one table).
-`batching-*.json` of batching_modes.py have a table and a plot each, `cores-*.json` of cores.py a
-table.
+`batching-*.json` of batching_modes.py have a table together and a plot each, `cores-*.json` of
+cores.py a table.
 """
 
 from __future__ import annotations
@@ -39,10 +39,15 @@ SHAPES = {
     "llama-3.2-3b": "Llama 3.2 3B",
     "qwen3-4b": "Qwen3 4B",
     "gemma-3-4b": "Gemma 3 4B",
+    "smollm2-135m": "SmolLM2 135M",
+    "gemma-3-270m": "Gemma 3 270M",
 }
 MODES = {"sequential": "#888888", "static": "#E69F00", "continuous": "#0072B2"}
-MEASURED = ("llama-3.2-1b", "qwen3-0.6b", "qwen3-1.7b", "gemma-3-1b")
-"""the shapes that batching_modes.py is run on"""
+MEASURED = (
+    *("smollm2-135m", "gemma-3-270m", "gemma-3-1b", "llama-3.2-1b", "qwen3-1.7b"),
+    *("llama-3.2-3b", "qwen3-4b"),
+)
+"""what batching_modes.py is run on; the first two with their real weights"""
 WANTED_SHARE = 1 / 5
 """the P99 of the time to first token that continuous batching may have, of static batching's"""
 
@@ -198,14 +203,15 @@ def plot_batching(document: dict[str, Any], file: Path) -> None:
 
 def what_changed(workloads: dict[str, dict[str, dict[str, Any]]]) -> str:
     """One sentence on what the policy changed; and where the wanted share is not reached, why."""
-    mixed, arrivals = workloads["mixed"], workloads["continuous_batching"]
+    _, mixed, arrivals = workloads.values()
     rate = {mode: summary["output_tok_s"] for mode, summary in mixed.items()}
     first = {mode: summary["ttft_ms"]["p99"] for mode, summary in arrivals.items()}
     share = first["continuous"] / first["static"]
+    gain = {mode: rate["continuous"] / rate[mode] for mode in ("sequential", "static")}
     text = (
-        f"On `mixed`, continuous batching has {rate['continuous'] / rate['sequential']:.2f} times"
-        f" the throughput of sequential and {rate['continuous'] / rate['static']:.2f} times that of"
-        f" static; with arrivals, the P99 of the time to first token is"
+        "With requests at once, continuous batching has"
+        f" {gain['sequential']:.2f} times the throughput of sequential and {gain['static']:.2f}"
+        " times that of static; with arrivals, the P99 of the time to first token is"
         f" {first['continuous'] / 1000:.1f} s instead of {first['static'] / 1000:.1f} s (static)"
         f" and {first['sequential'] / 1000:.1f} s (sequential), which is 1/{1 / share:.1f} of"
         " static."
@@ -213,29 +219,39 @@ def what_changed(workloads: dict[str, dict[str, dict[str, Any]]]) -> str:
     if share > WANTED_SHARE:
         least = arrivals["continuous"]["ttft_ms"]["p50"] / 1000
         text += (
-            " 1/5 is not reached here: a prompt takes so long by itself"
-            f" (P50 {least:.1f} s) that arrivals leave no room."
+            " 1/5 is not reached here: these prompts come faster than they are computed"
+            f" (P50 {least:.1f} s), so the queue decides in every mode."
         )
     return textwrap.fill(text, 115)
 
 
-def batching(file: Path) -> str:
-    """The section of one shape."""
-    document = load(file.name)
-    name, workloads = document["model"], by_workload(document)
-    plot_batching(document, PLOTS / f"{file.stem}.png")
-    rows = []
-    for workload, summaries in workloads.items():
-        for mode, summary in summaries.items():
-            cells = [ranks(summary[key]) for key in ("ttft_ms", "itl_ms", "e2e_ms")]
-            rows.append([workload, mode, f"{summary['output_tok_s']:,.1f}", *cells])
-    heading = ["workload", "mode", "output tok/s", "TTFT ms", "ITL ms", "end to end ms"]
-    machine = document["runs"][0]["machine"]
-    about = f"{document['engine']['dtype']}, {machine['logical_cpus']} cores of {machine['cpu']}"
-    return (
-        f"### {SHAPES[name]}: {about}\n\n{what_changed(workloads)}\n\n"
-        f"{table(heading, rows)}\n![{SHAPES[name]}](performance/{file.stem}.png)\n"
-    )
+def batching() -> str:
+    """The table of all models, and for each one what the policy changed, and its plot."""
+    rows, sections, missing = [], [], []
+    for name in MEASURED:
+        file = RESULTS / f"batching-{name}.json"
+        if not file.exists():
+            missing.append(SHAPES[name])
+            continue
+        document = load(file.name)
+        workloads = by_workload(document)
+        plot_batching(document, PLOTS / f"{file.stem}.png")
+        for workload, summaries in workloads.items():
+            for mode, summary in summaries.items():
+                cells = [ranks(summary[key]) for key in ("ttft_ms", "itl_ms", "e2e_ms")]
+                tokens = f"{summary['output_tok_s']:,.1f}"
+                rows.append([SHAPES[name], workload, mode, tokens, *cells])
+        machine = document["runs"][0]["machine"]
+        dtype = document["engine"]["dtype"].replace("auto", "the file's blocks")
+        about = f"{dtype}, {machine['logical_cpus']} cores of {machine['cpu']}"
+        sections.append(
+            f"**{SHAPES[name]}** ({about}): {what_changed(workloads)}\n\n"
+            f"![{SHAPES[name]}](performance/{file.stem}.png)\n"
+        )
+    if missing:
+        sections.append(f"Not recorded yet: {', '.join(missing)}.\n")
+    heading = ["model", "workload", "mode", "output tok/s", "TTFT ms", "ITL ms", "end to end ms"]
+    return "\n".join([table(heading, rows), *sections])
 
 
 def plans() -> str:
@@ -274,11 +290,7 @@ def main() -> None:
         found = [load(file.name) for file in sorted(RESULTS.glob(f"{name}-*.json"))]
         text = text.replace(f"{{{{{name}}}}}", "\n".join(map(tables, found)))
     text = text.replace("{{floors}}", floors())
-    files = {name: RESULTS / f"batching-{name}.json" for name in MEASURED}
-    sections = [batching(file) for file in files.values() if file.exists()]
-    if missing := ", ".join(SHAPES[name] for name, file in files.items() if not file.exists()):
-        sections.append(f"Not recorded yet: {missing}.\n")
-    text = text.replace("{{batching}}", "\n".join(sections))
+    text = text.replace("{{batching}}", batching())
     text = text.replace("{{plans}}", plans())
     text = text.replace("{{cores}}", many_cores())
     text = text.replace("{{exactness}}", exactness.table())

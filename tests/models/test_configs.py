@@ -100,7 +100,7 @@ TEXTS = [family for family in FAMILIES if family not in VISIONS]
 def test_a_field_that_is_absent_has_the_value_of_the_class(family: str) -> None:
     sizes, theirs = class_default(family)
     assert parse_model_config(sizes, "sizes alone") == theirs
-    for name in set(sizes) & {*BARE, *HEADS}:
+    for name in set(sizes) & {*BARE, *HEADS, *OTHERS}:
         some = {key: value for key, value in sizes.items() if key != name}
         found = read_or_refusal(some)
         assert name in found if isinstance(found, str) else found == theirs, name

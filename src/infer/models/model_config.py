@@ -363,6 +363,8 @@ class ConfigReader:
         self.problems: list[str] = []
         self.asked: set[str] = set()
         """Names of the fields that were asked for."""
+        self.called: dict[str, str] = {}
+        """Names in the file of fields that are read by another one."""
 
     def use(self, raw: Mapping[str, Any]) -> None:
         """Read the following fields from `raw` instead of from the file's own fields."""
@@ -388,7 +390,7 @@ class ConfigReader:
         value = self.raw.get(name)
         if value is None:
             if default is ...:
-                self.problems.append(f"{name} is missing")
+                self.problems.append(f"{self._called(name)} is missing")
                 return 1
             return default
         wanted = kind if isinstance(kind, tuple) else (kind,)
@@ -396,18 +398,23 @@ class ConfigReader:
             value = int(value)  # JavaScript, R and Lua write 8.0 for 8
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
             names = " or ".join(k.__name__ for k in wanted)
-            self.problems.append(f"{name} must be {names}, not {value!r:.80}")
+            self.problems.append(f"{self._called(name)} must be {names}, not {value!r:.80}")
             return 1 if default is ... else default
         if isinstance(value, float) and not math.isfinite(value):
-            self.problems.append(f"{name} must be a finite number, not {value}")
+            self.problems.append(f"{self._called(name)} must be a finite number, not {value}")
             return 1 if default is ... else default
         return value
+
+    def _called(self, name: str) -> str:
+        return self.called.get(name, name)
 
     def positive(self, name: str, default: float | None) -> Any:
         """The value of a field that must be a number above 0; `default` where it is absent."""
         value = self.get(name, (int, float), default)
         if value is not None and not 0 < value < MAX_NUMBER:
-            self.problems.append(f"{name} must be a positive number, not {value!r:.80}")
+            self.problems.append(
+                f"{self._called(name)} must be a positive number, not {value!r:.80}"
+            )
             return 1.0
         return value
 
@@ -416,7 +423,7 @@ class ConfigReader:
         value = self.get(name, int, default)
         if isinstance(value, int) and not 1 <= value <= most:
             wanted = "positive" if value < 1 else f"at most {most}"
-            self.problems.append(f"{name} must be {wanted}, not {value!r:.80}")
+            self.problems.append(f"{self._called(name)} must be {wanted}, not {value!r:.80}")
             return 1
         return value  # type: ignore[no-any-return]
 

@@ -232,8 +232,10 @@ class AheadRunner(ModelRunner):
         Raises what the step raises if it is waited for."""
         try:
             return self._launch(plan)
-        except BaseException:
+        except BaseException as error:
             self._last, self._last_rows = None, NO_ROWS  # the caller waits for those before
+            if isinstance(error, RuntimeError):
+                raise translated(error) from error
             raise
 
     def _launch(self, plan: Plan) -> HostFlight:
