@@ -129,14 +129,11 @@ def record(
         key: value for key, value in dataclasses.asdict(config).items() if value is not None
     }
     document |= {"model": name, "engine": {**settings, "model": name, "batching_mode": "each"}}
-    document["engine"].pop("max_batch_size", None)
     workloads = WORKLOADS if workloads is None else workloads
-    for mode, seats in itertools.product(modes, sorted(set(SEATS.values()))):
+    for mode, seats in itertools.product(modes, sorted({SEATS[name] for name in workloads})):
         changed = {"batching_mode": mode, "max_batch_size": seats}
         each = EngineConfig.from_kwargs(**{**dataclasses.asdict(config), **changed})
         mine = {name: sizes for name, sizes in workloads.items() if SEATS[name] == seats}
-        if not mine:
-            continue
         runs = asyncio.run(measured(each, mine))
         new = {(run["workload"], run["mode"]) for run in runs}
         old = [run for run in document["runs"] if (run["workload"], run["mode"]) not in new]

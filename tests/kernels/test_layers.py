@@ -365,7 +365,7 @@ def test_a_layer_that_does_something_else_is_computed_by_the_loop(
     if reason := native.native_obstacle():
         pytest.skip(reason)
     monkeypatch.setattr(decoder.DecoderLayer, "__call__", change(decoder.DecoderLayer.__call__))
-    monkeypatch.setattr(LayerStack, "__call__", None)
+    monkeypatch.setattr(LayerStack, "call", None)
     assert make(tmp_path, "qwen3").stack is None
     assert "something else than the model's own layers" in caplog.text
 

@@ -61,13 +61,13 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def stacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of each call of a native stack."""
     calls: list[int] = []
-    apply = LayerStack.__call__
+    made = LayerStack.call
 
-    def counted(self: LayerStack, attention: int, caches: Any, x: Any, *angles: Any) -> Any:
-        calls.append(len(x))
-        return apply(self, attention, caches, x, *angles)
+    def counted(self: LayerStack, y: Any, *others: Any) -> Any:
+        calls.append(len(y))
+        return made(self, y, *others)
 
-    monkeypatch.setattr(LayerStack, "__call__", counted)
+    monkeypatch.setattr(LayerStack, "call", counted)
     return calls
 
 

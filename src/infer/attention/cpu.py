@@ -137,7 +137,9 @@ class NativeBackend:
         growth: Tensor | None = None,
     ) -> Tensor:
         """Compute all layers of a stack in one call; see `AttendsThrough`."""
-        return stack(self._handle, self._table, x, angles, growth)
+        y = torch.empty_like(x)
+        self.through_call(y, stack, x, angles, growth)()
+        return y
 
     def through_call(
         self,

@@ -176,19 +176,6 @@ class LayerStack:
         self._eps = next((each.norms.q.eps for each in layers if each.norms is not None), 0.0)
         self._apply = loader.loaded().infer_layers
 
-    def __call__(
-        self,
-        attention: int,
-        caches: array[int],
-        x: Tensor,
-        angles: Sequence[Angles | None],
-        growth: Tensor | None = None,
-    ) -> Tensor:
-        """Apply all layers: x [T, E] → [T, E], bfloat16; see `call`."""
-        y = torch.empty_like(x)
-        self.call(y, attention, caches, x, angles, growth)()
-        return y
-
     def call(
         self,
         y: Tensor,

@@ -33,7 +33,6 @@ from infer.kernels.linear import (
     make_linear,
     one_more,
 )
-from infer.kernels.loader import NativeCall
 from infer.kernels.native import of_head
 from infer.kernels.rotary import Angles, HeadNorms, QKRotation
 from infer.kernels.rows import BETA, Activation, RowNorm
@@ -347,8 +346,7 @@ class Decoder:
         if memory is None:
             memory = torch.empty((len(tokens), head.out_features))
         logits = memory[: len(tokens)]
-        is_native = all(isinstance(call, NativeCall) for call in before)
-        return LogitsCalls(before, is_native, (layers, head.call(logits, y)), logits)
+        return LogitsCalls(before, (layers, head.call(logits, y)), logits)
 
     def _needs_torch(self) -> bool:
         """Whether torch computes more than small products with the embeddings. A subclass may

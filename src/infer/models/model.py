@@ -61,9 +61,7 @@ class LogitsCalls:
     the tokens when they are made."""
 
     before: Seq[Callable[[], object]]
-    """Look the tokens up."""
-    is_native: bool
-    """Whether kernels do that; else torch does, which then has one thread."""
+    """Look the tokens up. What is no `NativeCall` is torch's, which is to have one thread."""
     behind: Seq[Callable[[], object]]
     """Compute the layers and the output head."""
     logits: Tensor

@@ -363,12 +363,18 @@ class ConfigReader:
         self.problems: list[str] = []
         self.asked: set[str] = set()
         """Names of the fields that were asked for."""
-        self.called: dict[str, str] = {}
+        self._names: dict[str, str] = {}
         """Names in the file of fields that are read by another one."""
 
     def use(self, raw: Mapping[str, Any]) -> None:
         """Read the following fields from `raw` instead of from the file's own fields."""
         self.raw = raw
+
+    def renamed(self, others: Mapping[str, str]) -> dict[str, Any]:
+        """The values of fields that the file may give under other names (field → name), by which
+        problems call them from now on."""
+        self._names.update(others)
+        return {name: self.raw.get(old) or self.raw.get(name) for name, old in others.items()}
 
     def use_defaults(self, **values: Any) -> None:
         """Let fields that are absent, or null, have the values of the family's class.
@@ -406,7 +412,7 @@ class ConfigReader:
         return value
 
     def _called(self, name: str) -> str:
-        return self.called.get(name, name)
+        return self._names.get(name, name)
 
     def positive(self, name: str, default: float | None) -> Any:
         """The value of a field that must be a number above 0; `default` where it is absent."""

@@ -285,8 +285,7 @@ def read_bloom(architecture: str, reader: ConfigReader) -> ModelConfig:
     raw = reader.raw
     hidden = raw.get("n_embed") or raw.get("hidden_size") or 64
     others = {"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-    reader.called.update(others)
-    fields = {name: raw.get(old) or raw.get(name) for name, old in others.items()}
+    fields = reader.renamed(others)
     inner = 4 * hidden if isinstance(hidden, int) else None
     fields |= {"hidden_size": hidden, "intermediate_size": inner}
     fields["max_position_embeddings"] = raw.get("seq_length")
@@ -340,8 +339,7 @@ def read_mpt(architecture: str, reader: ConfigReader) -> ModelConfig:
         **{"hidden_size": "d_model", "num_attention_heads": "n_heads"},
         **{"num_hidden_layers": "n_layers", "max_position_embeddings": "max_seq_len"},
     }
-    reader.called.update(others)
-    fields = {name: raw.get(old) or raw.get(name) for name, old in others.items()}
+    fields = reader.renamed(others)
     hidden = fields["hidden_size"]
     fields["intermediate_size"] = 4 * hidden if isinstance(hidden, int) else None
     reader.use({**raw, **_OWN_HEADS, **fields})

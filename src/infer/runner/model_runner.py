@@ -32,7 +32,7 @@ from torch import Tensor
 from infer.attention.layout import AttentionBackend, makes_calls
 from infer.kernels.cuda import current
 from infer.kernels.layer_stack import AttendsThrough, LayerStack, attends_through
-from infer.kernels.loader import page_aligned
+from infer.kernels.loader import NativeCall, page_aligned
 from infer.kernels.rotary import Angles, QKRotation
 from infer.kernels.team import ForKernels
 from infer.main_memory import RETURNED_FROM
@@ -202,7 +202,6 @@ class AheadRunner(ModelRunner):
         )
         self._choice = AheadChoice() if choice is None else choice
         has_stack = getattr(self.model, "stack", None) is not None
-        self._computes_alone = isinstance(self._threads, ForKernels)
         self._is_possible = has_stack and attends_through(self.backend)
         # The tables of one are written while a step reads those of the other.
         self._packers = [self._packer, Packer(self.caches[0].shape[1], self.device)]
@@ -268,14 +267,15 @@ class AheadRunner(ModelRunner):
         vocab = model.lm_head.out_features
         if step.plain is None or step.has_scores or not is_decode or vocab % LANES:
             return None
-        if not (self._computes_alone and makes_calls(backend)):
+        if not (isinstance(self._threads, ForKernels) and makes_calls(backend)):
             return None
         made = model.calls(packed.tokens, packed.positions, backend, step.memory)
         if made is None:
             return None
         tokens = np.empty(len(packed.sampled), np.int64)
         plan, draw = backend.plan_call(packed.layout), step.plain.call(tokens, made.logits)
-        threads = nullcontext() if made.is_native else self._threads
+        is_native = all(isinstance(call, NativeCall) for call in made.before)
+        threads = nullcontext() if is_native else self._threads
         return StepCalls(threads, [*made.before, plan], [*made.behind, draw], tokens)
 
     def _compute_in_flight(
