@@ -35,6 +35,8 @@ WORKLOADS: dict[str, dict[str, Any]] = {"single": {}, "mixed": {}, "continuous_b
 come each second."""
 SEATS = {"single": 8, "mixed": 8, "continuous_batching": 32}
 """`max_batch_size` for each: half of what comes at once, and all of what comes one by one"""
+LONGEST_S = 4 * 3600
+"""time for an answer in seconds; one by one, the last of 32 waits for all others"""
 RESULTS = Path(__file__).parent / "results"
 LATENCIES = ("ttft_ms", "itl_ms", "e2e_ms")
 
@@ -71,7 +73,8 @@ async def measured(
     runs = []
     async with engine_target(config, ignore_eos=True) as target:
         for number, (name, sizes) in enumerate(workloads.items()):
-            options = BenchOptions(workload=name, warmup=0 if number else 1, **sizes)
+            warmup = 0 if number else 1
+            options = BenchOptions(workload=name, warmup=warmup, timeout_s=LONGEST_S, **sizes)
             recorder = AnswerRecorder(target)
             document = await measure(
                 options,

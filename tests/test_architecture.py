@@ -200,9 +200,15 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@functools.cache
+def nodes(tree: ast.AST) -> tuple[ast.AST, ...]:
+    """All nodes of a tree, of which most are walked over several times."""
+    return tuple(ast.walk(tree))
+
+
 def imports(tree: ast.Module, where: str) -> Iterator[str]:
     """What a module imports, wherever in it."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -319,7 +325,7 @@ def state_problems(root: Path) -> list[str]:
                     text = ast.unparse(target)
                     if not text.isupper() and text != "__all__":
                         problems.append(f"{name}: {text} is mutable state")
-        found = (node for node in ast.walk(tree) if isinstance(node, ast.Global))
+        found = (node for node in nodes(tree) if isinstance(node, ast.Global))
         problems += [f"{name}:{node.lineno}: global" for node in found]
     return problems
 
@@ -328,7 +334,7 @@ def size_problems(root: Path) -> list[str]:
     """Functions of more than 60 lines."""
     problems = []
     for name, _, tree in modules(root):
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
                 if size > MAX_FUNCTION_LINES and not is_inside(name, TRITON):
@@ -347,7 +353,7 @@ def constructor_problems(root: Path) -> list[str]:
     own: set[str] = set()
     records: set[str] = set()
     for _, _, tree in modules(root):
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if not isinstance(node, ast.ClassDef):
                 continue
             if _is_record(node):
@@ -361,15 +367,17 @@ def constructor_problems(root: Path) -> list[str]:
         for line, attribute in _assigned(tree, of_self=False):
             if attribute in own - records:
                 problems.append(f"{name}:{line}: .{attribute} is set after construction")
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "object.__setattr__":
+        for node in nodes(tree):
+            if not isinstance(node, ast.Call) or _called(node) != "__setattr__":
+                continue
+            if ast.unparse(node.func) == "object.__setattr__":
                 problems.append(f"{name}:{node.lineno}: object.__setattr__")
     return problems
 
 
 def _assigned(tree: ast.AST, *, of_self: bool) -> Iterator[tuple[int, str]]:
     """Line and name of the public attributes that are assigned, of `self` or of anything else."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -499,7 +507,7 @@ def private_names(root: Path) -> frozenset[str]:
     """Names with one leading underscore that a tree defines or uses."""
     found = set()
     for _, _, tree in modules(root):
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             for name in (getattr(node, each, None) for each in ("attr", "name", "id")):
                 if isinstance(name, str) and re.match("_[^_]", name):
                     found.add(name)
@@ -510,7 +518,7 @@ def reaches(tree: ast.AST, private: frozenset[str]) -> Iterator[tuple[int, str]]
     """Line and text of each use of a private member, import of a private name, and constant that is
     set in a module of `infer` (`setattr` with a name in capitals)."""
     own = {each.asname or each.name for each in _aliases(tree, "infer")}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and node.attr in private:
             owner = ast.unparse(node.value)
             if owner not in ("self", "cls", "super()", "os", "sys") and node.attr != "_replace":
@@ -519,7 +527,7 @@ def reaches(tree: ast.AST, private: frozenset[str]) -> Iterator[tuple[int, str]]
             yield from (
                 (node.lineno, each.name) for each in node.names if re.match("_[^_]", each.name)
             )
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("setattr"):
+        elif isinstance(node, ast.Call) and _called(node).endswith("setattr"):
             target, *names = [ast.unparse(each).strip("'") for each in node.args[:2]]
             where, _, name = target.rpartition(".") if "infer." in target else (target, "", "")
             name = name or next(iter(names), "")
@@ -527,8 +535,12 @@ def reaches(tree: ast.AST, private: frozenset[str]) -> Iterator[tuple[int, str]]
                 yield node.lineno, f"{where}.{name}"
 
 
+def _called(node: ast.Call) -> str:
+    return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
+
+
 def _aliases(tree: ast.AST, package: str) -> Iterator[ast.alias]:
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package):
             yield from node.names
 

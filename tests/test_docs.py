@@ -7,11 +7,10 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from infer.models.gguf_families import ARCHITECTURES as GGUF_ARCHITECTURES
 from infer.models.quantized_config import METHODS, REFUSED
 from infer.models.registry import ARCHITECTURES, Architecture
+from tests.support.cases import over
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "infer"
@@ -134,12 +133,12 @@ def test_the_way_in_is_short() -> None:
     assert PAGES["docs/architecture.md"].read_text(encoding="utf-8").count("\n") <= 250
 
 
-@pytest.mark.parametrize("page", PAGES)
+@over("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     assert broken_links(PAGES[page], PAGES[page].read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in HISTORY])
+@over("page", [page for page in PAGES if page not in HISTORY])
 def test_names_are_those_of_the_source(page: str) -> None:
     new = set(
         re.findall(

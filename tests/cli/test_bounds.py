@@ -8,7 +8,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +27,6 @@ from infer.engine.build.processors import may_have_gpu
 from infer.errors import ConfigError
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits
-from tests.support.cases import one_of
 
 NUMBERS = (
     *(f"{sign}{2**bits}" for bits in (63, 64) for sign in ("", "-")),
@@ -86,11 +85,22 @@ def test_every_command_is_walked() -> None:
     assert len(_options()) > 60
 
 
-@pytest.mark.parametrize(("words", "option"), one_of(12, _options()), ids=str)
+def _tried() -> Iterator[Any]:
+    """Each option with all numbers, with `-m slow`; by default each sixth with three of them."""
+    for i, (words, option) in enumerate(_options()):
+        yield pytest.param(words, option, NUMBERS, marks=pytest.mark.slow)
+        if i % 6 == 0:
+            yield words, option, NUMBERS[i // 6 % 4 :: 4]
+
+
+@pytest.mark.parametrize(("words", "option", "numbers"), list(_tried()))
 def test_a_number_that_is_too_large_is_one_sentence(
-    words: tuple[str, ...], option: str, capfd: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    option: str,
+    numbers: Sequence[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    for number in NUMBERS:
+    for number in numbers:
         with pytest.raises(SystemExit) as ended:
             main([*words, *NEEDED.get(words, []), f"{option}={number}"])
         out, err = capfd.readouterr()

@@ -5,6 +5,7 @@ Every setting is tried in all three ways; the list is that of the settings class
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -340,9 +341,14 @@ def test_the_table_for_people() -> None:
 # ---- the schema
 
 
-def is_valid(content: dict[str, Any]) -> bool:
+@functools.cache
+def validator() -> Any:
     jsonschema = pytest.importorskip("jsonschema")
-    return bool(jsonschema.Draft202012Validator(schema()).is_valid(content))
+    return jsonschema.Draft202012Validator(schema())
+
+
+def is_valid(content: dict[str, Any]) -> bool:
+    return bool(validator().is_valid(content))
 
 
 def is_read(content: dict[str, Any], file: Path) -> bool:

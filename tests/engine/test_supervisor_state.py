@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from infer.replicas.supervisor_state import TRANSITIONS, Lifecycle, SupervisorState
+from tests.support.cases import over
 from tests.support.doubles import launch_hash_llm, pid_of
 
 NEW, LOADING, LOADED, SERVING, RESTARTING, REFUSING, STOPPING, STOPPED, DEAD = SupervisorState
@@ -34,8 +35,8 @@ def at(state: SupervisorState) -> Lifecycle:
     return lifecycle
 
 
-@pytest.mark.parametrize("to", SupervisorState)
-@pytest.mark.parametrize("state", SupervisorState)
+@over("to", SupervisorState)
+@over("state", SupervisorState)
 def test_only_the_moves_of_the_table_exist(state: SupervisorState, to: SupervisorState) -> None:
     lifecycle = at(state)
     if to in TRANSITIONS[state]:

@@ -115,12 +115,12 @@ def test_top_k_alone_is_drawn_on_the_device(model: Model, device: torch.device) 
     assert together["k7"] == together["with log-probabilities"] == alone[1]
 
 
-@pytest.mark.parametrize("fails", ["fetch", "items"])
+@pytest.mark.parametrize("fails", ["fetch", pytest.param("items", marks=SLOW)])
 def test_a_launch_that_fails_leaves_nothing_of_its_own(
     fails: str, model: Model, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have drawn tokens that nobody gets, and page tables may not have been sent."""
-    chosen = [request("greedy", 3, 9), request("another", 4, 8)]
+    chosen = [request("greedy", 3, 6), request("another", 4, 5)]
     wanted = tokens(run(core_of(plain_runner(model, device)), chosen))
     runner = device_runner(model, device, graphs=True)
     owner: Any = runner.buffers if fails == "fetch" else runner.backend
@@ -134,7 +134,7 @@ def test_a_launch_that_fails_leaves_nothing_of_its_own(
 
     monkeypatch.setattr(owner, fails, failing)
     assert tokens(run(core_of(runner), chosen)) == wanted
-    assert len(calls) > 10
+    assert len(calls) > 6
 
 
 @pytest.mark.slow

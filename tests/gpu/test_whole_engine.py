@@ -49,7 +49,7 @@ def answers(model: str, device: torch.device, **settings: Any) -> tuple[type, li
     if given.get("kv_cache_backend", "paged") != "paged":
         del given["page_size"]
     with LLM(model=model, dtype="float32", device=device.type, **given) as llm:
-        each = [SamplingParams(max_tokens=4, ignore_eos=True, **each) for each in PARAMS.values()]
+        each = [SamplingParams(max_tokens=3, ignore_eos=True, **each) for each in PARAMS.values()]
         outputs = llm.generate(PROMPTS, each, use_tqdm=False)
         llm.core.scheduler.check()
         return type(llm.core.runner), outputs

@@ -24,7 +24,7 @@ from infer.kernels.linear import (
     make_linear,
 )
 from infer.models.gguf_reader import KINDS
-from tests.support.cases import one_of
+from tests.support.cases import one_of, over
 from tests.support.gguf_files import blocks
 
 SHAPES = [  # outputs, inputs
@@ -82,7 +82,7 @@ def quantized(x: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize(("kind", "n", "k"), CASES)
+@over(("kind", "n", "k"), CASES)
 def test_it_multiplies_the_numbers_of_the_file(kind: str, n: int, k: int) -> None:
     weight, numbers = made(kind, n, k)
     layer = NativeLinear([weight], fusion=Fusion(float_out=True))
@@ -130,8 +130,8 @@ def test_all_instruction_sets_give_the_same_bits(kind: str, ask_for: Callable[[s
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("kind", EVERY)
-@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@over("kind", EVERY)
+@over("gate", [None, "silu", "gelu_tanh"])
 def test_with_norm_gate_bias_and_residual(kind: str, gate: str | None) -> None:
     (one, first), (two, second) = made(kind, 72, 512), made(kind, 72, 512)
     made_by = torch.Generator().manual_seed(3)
@@ -150,7 +150,7 @@ def test_with_norm_gate_bias_and_residual(kind: str, gate: str | None) -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize(
+@over(
     ("kinds", "gated"),
     [
         (("Q4_K", "Q4_K", "Q6_K"), False),
@@ -186,7 +186,7 @@ def test_types_that_no_panel_holds_are_refused() -> None:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize(("kind", "n", "k"), CASES)
+@over(("kind", "n", "k"), CASES)
 def test_an_embedding_looks_up_the_numbers_of_the_file(kind: str, n: int, k: int) -> None:
     weight, numbers = made(kind, n, k)
     embedding = PackedEmbedding(weight)

@@ -23,6 +23,7 @@ from infer.kernels.linear import (
     make_linear,
 )
 from tests.support import isas
+from tests.support.cases import over
 
 SHAPES = [(16, 2), (33, 34), (64, 64), (100, 258), (513, 96), (2048, 160), (8192, 32)]  # K, N
 
@@ -66,8 +67,8 @@ def make(
     return lambda weight, *rest: NativeLinear([weight], *rest, bits=8)
 
 
-@pytest.mark.parametrize(("k", "n"), SHAPES)
-@pytest.mark.parametrize("num_rows", [1, 16, 33, 300])
+@over(("k", "n"), SHAPES)
+@over("num_rows", [1, 16, 33, 300])
 def test_int8_is_an_exact_sum_between_two_scales(make: Make, k: int, n: int, num_rows: int) -> None:
     weight, x, bias = random(n, k), random(num_rows, k, seed=1), random(n, seed=2)
     (w, w_scales), (a, a_scales) = quantized(turned(weight)), quantized(turned(x))
@@ -184,9 +185,9 @@ FUSIONS = {
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("kind", FUSIONS)
-@pytest.mark.parametrize(("k", "n"), SHAPES)
-@pytest.mark.parametrize("with_bias", [False, True])
+@over("kind", FUSIONS)
+@over(("k", "n"), SHAPES)
+@over("with_bias", [False, True])
 def test_the_fused_layer_is_the_composed_one(kind: str, k: int, n: int, with_bias: bool) -> None:
     fusion = FUSIONS[kind](k)
     weight, x = random(n, k) * k**-0.5, random(45, k, seed=1) * 3

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from infer.kernels.int8_weight import Int8Weight, int8_bytes, kept_bytes
 from infer.kernels.linear import Fusion, NativeLinear, Norm
+from tests.support.cases import over
 
 SHAPES = [(1, 1), (31, 33), (40, 16), (100, 258), (513, 96), (1055, 130)]
 
@@ -25,9 +26,9 @@ def weight_of(k: int, n: int) -> tuple[Int8Weight, Tensor]:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize(("k", "n"), SHAPES)
-@pytest.mark.parametrize("gate", [None, "silu"])
-@pytest.mark.parametrize("num_rows", [1, 3, 40])
+@over(("k", "n"), SHAPES)
+@over("gate", [None, "silu"])
+@over("num_rows", [1, 3, 40])
 def test_it_is_the_int8_layer_with_these_scales(
     k: int, n: int, gate: str | None, num_rows: int
 ) -> None:

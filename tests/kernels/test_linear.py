@@ -24,7 +24,7 @@ from infer.kernels.linear import (
 from infer.models.model import build_model
 from infer.models.registry import parse_model_config
 from infer.models.weights import dummy_source
-from tests.support.cases import one_of
+from tests.support.cases import one_of, over
 
 SHAPES = [  # K, N, bias
     (1, 1, True),
@@ -54,8 +54,8 @@ def rows(num: int, k: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize(("k", "n", "bias"), SHAPES)
-@pytest.mark.parametrize("num_rows", [1, 16, 33, 300])
+@over(("k", "n", "bias"), SHAPES)
+@over("num_rows", [1, 16, 33, 300])
 def test_it_multiplies(k: int, n: int, bias: bool, num_rows: int) -> None:
     weight, b = layer(k, n, bias)
     x = rows(num_rows, k)
@@ -82,7 +82,7 @@ def test_a_row_is_the_same_in_any_company(isa: str, k: int, n: int, bias: bool) 
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize(("k", "n", "bias"), SHAPES)
+@over(("k", "n", "bias"), SHAPES)
 def test_an_embedding_shares_the_memory_of_the_head_tied_to_it(k: int, n: int, bias: bool) -> None:
     weight, _ = layer(k, n, bias)
     embedding = PackedEmbedding(weight)

@@ -16,6 +16,7 @@ import transformers
 from infer.errors import LoadError
 from infer.models.model_config import ModelConfig
 from infer.models.registry import ARCHITECTURES, MODEL_TYPES, parse_model_config
+from tests.support.cases import over
 from tests.support.checkpoints import FAMILIES, VISIONS, architecture_of, make_config
 from tests.support.model_shapes import SHAPES
 
@@ -55,7 +56,7 @@ def in_old_keys(fields: dict[str, Any]) -> dict[str, Any]:
     return old
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}, {case[1]}")
+@over("case", CASES)
 def test_old_keys_mean_the_same(case: tuple[str, str]) -> None:
     """transformers reads the old keys, too, and writes them anew."""
     family, name = case
@@ -177,7 +178,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", FOREIGN)
+@over("name", FOREIGN)
 def test_a_field_of_another_family_is_honoured_or_refused(family: str, name: str) -> None:
     """It is never ignored: the config is another one, or the field is named."""
     fields = written(family)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -176,13 +177,16 @@ def _read(folder: Path) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     return config, (chat, tokenizer.eos_token_ids), {"embed": taken, "norm": norm}
 
 
+_read_once = functools.cache(_read)
+
+
 @pytest.mark.parametrize("form", SAME)
 def test_an_odd_form_is_the_same_model(form: str, good: Path, tmp_path: Path) -> None:
     folder = tmp_path / "Modell ü 1"
     shutil.copytree(good, folder)
     SAME[form](folder)
     config, text, tensors = _read(folder)
-    good_config, good_text, good_tensors = _read(good)
+    good_config, good_text, good_tensors = _read_once(good)
     assert (config, text) == (good_config, good_text)
     assert all(torch.equal(tensors[name], each) for name, each in good_tensors.items())
 

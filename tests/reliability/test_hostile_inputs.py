@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from infer.server.http.error_responses import MAX_HEADER_BYTES
 from infer.server.http.json_body import MAX_BODY_BYTES
 from infer.server.openai.chat import ChatBody
 from infer.types.server_limits import ServerLimits
+from tests.support.cases import over
 from tests.support.doubles import VOCAB_SIZE
 from tests.support.engines import COMMANDS, ENGINES
 from tests.support.frozen_heap import frozen_heap
@@ -433,9 +435,6 @@ def check_error(status: int, headers: dict[str, str], body: bytes) -> None:
     assert not LEAK.search(body.decode("ascii")), body
 
 
-ROWS = table(VOCAB_SIZE)
-
-
 @pytest.fixture(scope="module", params=ENGINES)
 def make_engine(request: pytest.FixtureRequest) -> Callable[..., AsyncLLM]:
     maker: Callable[..., AsyncLLM] = request.param
@@ -457,7 +456,7 @@ def impatient_server(make_engine: Callable[..., AsyncLLM]) -> Iterator[tuple[Asy
         yield engine, int(url.rpartition(":")[2])
 
 
-@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+@over("row", partial(table, VOCAB_SIZE))
 def test_a_hostile_input(
     row: Row, server: tuple[AsyncLLM, int], impatient_server: tuple[AsyncLLM, int]
 ) -> None:

@@ -14,6 +14,7 @@ from infer.runner.plain_rows import DRAW_ROW, PlainSampling, as_results
 from infer.runner.sampler import sample
 from infer.schedule.sequence import NOT_FINITE, Sequence
 from infer.types import Request, SamplingParams
+from tests.support.cases import over
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 
@@ -64,9 +65,9 @@ def test_tokens_are_those_of_the_sampler(width: int) -> None:
         assert as_results(again.sample(logits)) == sample(logits.clone(), sequences)
 
 
-@pytest.mark.parametrize("place", [0, 63, 64, 1023, 1024, 1100, 1103])
-@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
-@pytest.mark.parametrize("temperature", [0, 1])
+@over("place", [0, 63, 64, 1023, 1024, 1100, 1103])
+@over("bad", [torch.nan, -torch.nan, torch.inf])
+@over("temperature", [0, 1])
 def test_a_row_that_is_not_finite_has_an_error_and_the_others_none(
     place: int, bad: float, temperature: float
 ) -> None:

@@ -17,7 +17,7 @@ from infer.schedule.sequence import Plan, Sampled, Sequence
 from infer.schedule.speculation import Speculator
 from infer.types import FinishReason, Request, SamplingParams
 from tests.support import doubles
-from tests.support.cases import slow_but
+from tests.support.cases import over, slow_but
 from tests.support.doubles import (
     HashDraftRunner,
     drafts_of,
@@ -331,11 +331,9 @@ def test_a_trial_says_what_is_wrong() -> None:
 # Whether tokens are drafted.
 
 
-@pytest.mark.parametrize("num_sequences", [1, 4, 32])
-@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.8, 0.95])
-@pytest.mark.parametrize(
-    ("row_share", "ratio"), [(0.0, 0.15), (0.02, 0.25), (0.1, 0.4), (0.9, 0.3)]
-)
+@over("num_sequences", [1, 4, 32])
+@over("acceptance", [0.3, 0.6, 0.8, 0.95])
+@over(("row_share", "ratio"), [(0.0, 0.15), (0.02, 0.25), (0.1, 0.4), (0.9, 0.3)])
 def test_the_numbers_of_drafted_tokens_give_most_tokens_a_second(
     num_sequences: int, acceptance: float, row_share: float, ratio: float
 ) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,8 +138,8 @@ READ: dict[str, Callable[[list[tuple[str, dict[str, Any]]]], dict[str, Any]]] = 
 
 
 @pytest.mark.parametrize("path", READ)
-def test_a_stream_is_the_whole_answer(path: str, tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, QWEN)
+def test_a_stream_is_the_whole_answer(path: str) -> None:
+    tokenizer = tokenizer_of(QWEN)
     engine = saying([], tokenizer)
     runner: Any = core_of(engine).runner
 
@@ -248,8 +247,8 @@ def test_the_same_conversation_is_the_same_chat(row: Any) -> None:
 
 
 @pytest.mark.parametrize("path", READ)
-def test_an_answer_cut_anywhere_is_taken_back(path: str, tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, QWEN)
+def test_an_answer_cut_anywhere_is_taken_back(path: str) -> None:
+    tokenizer = tokenizer_of(QWEN)
     engine = saying([], tokenizer)
     runner: Any = core_of(engine).runner
     limit = "max_tokens" if path == MESSAGES else "max_output_tokens"
@@ -290,12 +289,10 @@ def test_an_answer_cut_anywhere_is_taken_back(path: str, tmp_path: Path) -> None
     ids=["JSON", "markup"],
 )
 @pytest.mark.parametrize("path", READ)
-def test_a_forced_call_cut_anywhere_is_that_of_a_chat(
-    path: str, template: str, text: str, tmp_path: Path
-) -> None:
+def test_a_forced_call_cut_anywhere_is_that_of_a_chat(path: str, template: str, text: str) -> None:
     """The script obeys no grammar, so the text is what a grammar gives. A call whose beginning
     is there is a call, with the arguments so far."""
-    tokenizer = tokenizer_of(tmp_path, template)
+    tokenizer = tokenizer_of(template)
     limit = "max_tokens" if path == MESSAGES else "max_output_tokens"
     forced: Any = {"type": "any"} if path == MESSAGES else "required"
     seen = set[str]()
@@ -373,8 +370,8 @@ def test_a_tool_that_is_loaded_later_stands_where_it_is_mentioned() -> None:
     assert json.dumps(CITY) in plain_messages(second)[-1]["content"]
 
 
-def test_tools_of_a_namespace_and_custom_tools(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, QWEN)
+def test_tools_of_a_namespace_and_custom_tools() -> None:
+    tokenizer = tokenizer_of(QWEN)
     engine = saying([], tokenizer)
     runner: Any = core_of(engine).runner
     inner = {"type": "function", "name": "weather", "parameters": CITY}
@@ -477,8 +474,8 @@ def test_a_prompt_that_is_too_long_says_by_how_much() -> None:
     assert (reply.status, reply.error()["code"]) == (400, "context_length_exceeded")
 
 
-def test_a_stop_sequence_is_named(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, QWEN)
+def test_a_stop_sequence_is_named() -> None:
+    tokenizer = tokenizer_of(QWEN)
     engine = saying(script_of(tokenizer, "one two three"), tokenizer)
     more = {"stop_sequences": ["three", "two"], "stream": False}
 
@@ -504,7 +501,7 @@ def test_a_silent_stream_sends_what_its_clients_count(path: str, waiting: str) -
     with_app(make_hash_llm(step_s=0.2), use, keep_alive_s=0.05)
 
 
-def test_a_stream_that_breaks_ends_as_its_clients_know_it(tmp_path: Path) -> None:
+def test_a_stream_that_breaks_ends_as_its_clients_know_it() -> None:
     async def use(app: App) -> None:
         late = {"stream": True, "timeout": 0.05}
         events = events_of(await app.post(MESSAGES, {**body_for(MESSAGES, **late), "tools": []}))
@@ -557,10 +554,10 @@ def test_a_value_out_of_range_is_a_status_that_anthropics_api_has(field: dict[st
     [("qwen3-coder", "lark", True), ("hermes", "lark", False), ("hermes", "regex", True)],
 )
 def test_the_grammar_of_a_forced_custom_tool_is_held_or_named(
-    family: str, syntax: str, is_held: bool, tmp_path: Path
+    family: str, syntax: str, is_held: bool
 ) -> None:
     """Between tags a text can have any grammar; in JSON a regular expression."""
-    tokenizer, way = tokenizer_of(tmp_path, QWEN), format_named(family)
+    tokenizer, way = tokenizer_of(QWEN), format_named(family)
     assert tokenizer.tool_use is not None
     tokenizer.tool_use = dataclasses.replace(tokenizer.tool_use, format=way)
     definition = 'start: "add " /[a-z]+/' if syntax == "lark" else "add [a-z]+"
@@ -592,8 +589,8 @@ def test_the_grammar_of_a_forced_custom_tool_is_held_or_named(
     assert ("tools[0].format" in reply.headers.get("x-warning", "")) != is_held
 
 
-def test_a_custom_tools_grammar_that_is_none_is_named(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, QWEN)
+def test_a_custom_tools_grammar_that_is_none_is_named() -> None:
+    tokenizer = tokenizer_of(QWEN)
     assert tokenizer.tool_use is not None
     way = format_named("qwen3-coder")
     tokenizer.tool_use = dataclasses.replace(tokenizer.tool_use, format=way)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -183,13 +182,13 @@ def limit_of(path: str, size: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("every", "least"), [(1000, 4), pytest.param(47, 12, marks=pytest.mark.slow)]
+    ("cuts", "least"), [((), 2), pytest.param(range(9, 9999, 47), 12, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("way", FORMATS, ids=lambda way: way.name)
 def test_streams_are_whole_answers_and_each_is_taken_back_by_each(
-    way: ToolFormat, every: int, least: int, tmp_path: Path
+    way: ToolFormat, cuts: Iterable[int], least: int
 ) -> None:
-    tokenizer = tokenizer_of(tmp_path, QWEN)
+    tokenizer = tokenizer_of(QWEN)
     assert tokenizer.tool_use is not None
     tokenizer.tool_use = dataclasses.replace(tokenizer.tool_use, format=way)
     if way is HARMONY:
@@ -201,7 +200,8 @@ def test_streams_are_whole_answers_and_each_is_taken_back_by_each(
         num_orders = 0
         for text in answers_of(way):
             runner.script = script_of(tokenizer, text)
-            for size in (len(text.encode()) + 1, *range(9, len(text.encode()), every)):
+            whole_size = len(text.encode())
+            for size in (whole_size + 1, *(cut for cut in cuts if cut < whole_size)):
                 posts = [
                     (path, body_for(path, stream=stream, **limit_of(path, size)))
                     for path in READ

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,8 +88,13 @@ def check(
         assert call["function"]["name"] in prompt
 
 
+EVERY = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+"""one place of so many in a row where an answer is cut"""
+
+
+@EVERY
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_an_answer_cut_anywhere_is_rendered(name: str) -> None:
+def test_an_answer_cut_anywhere_is_rendered(name: str, every: int) -> None:
     found = template(TEMPLATES[name])
     own = find_tool_use(found).format
     forced = forced_format(own)
@@ -101,17 +105,20 @@ def test_an_answer_cut_anywhere_is_rendered(name: str) -> None:
         (own, own.write([LONG, LONG]), {}),
         (forced, call, {"forced": True}),
     ):
-        for cut in range(len(text) + 1):
+        for cut in range(len(name) % every, len(text) + 1, every):
             message = message_of(text[:cut], way, **how)
             check(found, message, way, drops_text=name in DROP_TEXT)
 
 
+@EVERY
 @pytest.mark.parametrize("way", FORMATS, ids=lambda way: way.name)
-def test_calls_cut_anywhere_are_written_where_a_template_has_none(way: ToolFormat) -> None:
+def test_calls_cut_anywhere_are_written_where_a_template_has_none(
+    way: ToolFormat, every: int
+) -> None:
     found = template(OWN["plain"][0])
     for head in ("", "<think>Hm</think>"):
         text = head + way.write([LONG])
-        for cut in range(len(text) + 1):
+        for cut in range(len(way.name) % every, len(text) + 1, every):
             check(found, message_of(text[:cut], way), way)
 
 
@@ -153,9 +160,9 @@ def test_arguments_that_are_cut_stand_in_the_call_where_a_template_takes_text() 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_is_only_reasoning_is_taken_back(tmp_path: Path, stream: bool) -> None:
+def test_an_answer_that_is_only_reasoning_is_taken_back(stream: bool) -> None:
     """At each number of tokens, over HTTP."""
-    tokenizer = tokenizer_of(tmp_path, NO_TOOLS + "<think>\n{# </think> #}")
+    tokenizer = tokenizer_of(NO_TOOLS + "<think>\n{# </think> #}")
     text = "Theo had a friend</think>\nYes."
 
     async def use(app: App) -> None:
@@ -169,8 +176,8 @@ def test_an_answer_that_is_only_reasoning_is_taken_back(tmp_path: Path, stream: 
     with_app(saying(spelled(text), tokenizer), use)
 
 
-def test_the_prompt_has_what_was_cut(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, NO_TOOLS)
+def test_the_prompt_has_what_was_cut() -> None:
+    tokenizer = tokenizer_of(NO_TOOLS)
     head = '<tool_call>\n{"name": "weather", "arguments": '
     fields = {"tools": [WEATHER], "tool_choice": "required", "messages": [ASKED]}
     body = chat_body(max_tokens=len(head) + 9, **fields)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.cases import over
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import CHAT, COMPLETIONS, ask, chat_body, check_refused, completion_body
 
@@ -20,9 +21,9 @@ LIMITS = (
 )
 
 
-@pytest.mark.parametrize("beyond", [0, 1, 32_000, 128_000, 2**31 - 1 - SIZE])
-@pytest.mark.parametrize(("path", "body", "name"), LIMITS)
-@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2}], ids=str)
+@over("beyond", [0, 1, 32_000, 128_000, 2**31 - 1 - SIZE])
+@over(("path", "body", "name"), LIMITS)
+@over("more", [{}, {"stream": True}, {"n": 2}])
 def test_a_limit_is_cut_to_what_is_left(
     path: str, body: Any, name: str, beyond: int, more: dict[str, Any]
 ) -> None:

@@ -232,7 +232,7 @@ ALLOWED = {"mode": "auto", "tools": [tool("b"), {"type": "mcp", "server_label": 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_some_of_the_tools_may_be_allowed(tmp_path: Any, mode: str, nested: bool) -> None:
-    tokenizer = tokenizer_of(tmp_path, THINKS)
+    tokenizer = tokenizer_of(THINKS)
     allowed = {**ALLOWED, "mode": mode}
     choice = {"type": "allowed_tools", **({"allowed_tools": allowed} if nested else allowed)}
     fields = {"tools": [tool("a"), tool("b"), {"type": "web_search"}], "tool_choice": choice}

@@ -87,8 +87,8 @@ def test_thinking_between_tools_is_no_thinking() -> None:
     assert made[0]["enable_thinking"] is False
 
 
-def test_the_usage_says_how_much_was_thought(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, QWEN)
+def test_the_usage_says_how_much_was_thought() -> None:
+    tokenizer = tokenizer_of(QWEN)
     engine = saying(script_of(tokenizer, "<think>\nHm.\n</think>\n\nHi"), tokenizer)
 
     async def use(app: App) -> None:

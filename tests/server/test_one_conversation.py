@@ -13,7 +13,6 @@ import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,9 +165,9 @@ def add_answer(
 
 @pytest.mark.parametrize("count", [30, pytest.param(NUM_CONVERSATIONS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_same_tokens_go_in_and_come_out(name: str, count: int, tmp_path: Path) -> None:
+def test_the_same_tokens_go_in_and_come_out(name: str, count: int) -> None:
     runner = Recording()
-    tokenizer = tokenizer_of(tmp_path, TEMPLATES[name])
+    tokenizer = tokenizer_of(TEMPLATES[name])
     engine = scripted([], tokenizer=tokenizer, runner=runner, max_seq_len=8192, num_pages=8192)
 
     async def use(app: App) -> None:
@@ -211,7 +210,7 @@ def test_the_conversations_are_of_all_kinds() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_counting_a_heavy_chat_leaves_the_event_loop(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What takes long because of a schema, though the body is small, is done in a thread."""
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20)}}
@@ -243,7 +242,7 @@ def test_counting_a_heavy_chat_leaves_the_event_loop(
         return prompt
 
     monkeypatch.setattr(Tokenizer, "chat_prompt", noted)
-    tokenizer = tokenizer_of(tmp_path, OWN["qwen3"][0])
+    tokenizer = tokenizer_of(OWN["qwen3"][0])
 
     async def use(app: App) -> None:
         assert await counted(app, path, bodies[path]) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from infer.engine.client.async_llm import AsyncLLM
 from infer.server.openai.completions import CompletionBody
 from infer.server.openai.ignored_fields import HINTS, REQUEST_FIELDS
-from tests.support.cases import one_of
+from tests.support.cases import over
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import (
     BODIES,
@@ -18,6 +19,7 @@ from tests.support.serving import (
     App,
     Reply,
     ask,
+    asking,
     chat_body,
     check_refused,
     with_app,
@@ -398,11 +400,6 @@ CHAT_FIELDS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
 ]
 
 
-def ask_strict(engine: AsyncLLM, path: str, body: Any) -> Reply:
-    """One POST to a new app that refuses unknown fields."""
-    return with_app(engine, lambda app: app.post(path, body), unknown_params="refuse")
-
-
 FIELD_ROWS = [
     *((path, *row) for path in BODIES for row in SAME_FIELDS),
     *((COMPLETIONS, *row) for row in COMPLETION_FIELDS),
@@ -410,23 +407,58 @@ FIELD_ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("path", "fields", "status", "param", "code", "word"), FIELD_ROWS)
+STREAMED = [
+    row
+    for row in FIELD_ROWS
+    if not {"stream", "stream_options", "stream_format", "prompt_logprobs"} & row[1].keys()
+]
+Post = Callable[..., Reply]
+
+
+@pytest.fixture(scope="module")
+def engine() -> AsyncLLM:
+    return make_hash_llm()
+
+
+@pytest.fixture(scope="module")
+def strict(engine: AsyncLLM) -> Iterator[Post]:
+    """Function that sends a body to a path of an app that refuses unknown fields."""
+    with asking(engine, unknown_params="refuse") as post:
+        yield post
+
+
+@pytest.fixture(scope="module")
+def lenient() -> Iterator[Post]:
+    with asking(make_hash_llm()) as post:
+        yield post
+
+
+@over(("path", "fields", "status", "param", "code", "word"), FIELD_ROWS)
 def test_a_field_is_refused(
-    path: str, fields: dict[str, Any], status: int, param: str, code: str | None, word: str
+    path: str,
+    fields: dict[str, Any],
+    status: int,
+    param: str,
+    code: str | None,
+    word: str,
+    strict: Post,
+    engine: AsyncLLM,
 ) -> None:
-    engine = make_hash_llm()
-    reply = ask_strict(engine, path, BODIES[path](**fields))
-    check_refused(reply, status, param, code, word)
+    check_refused(strict(path, BODIES[path](**fields)), status, param, code, word)
     assert engine.stats()["num_submitted"] == 0
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "status", "param", "code", "word"), one_of(2, FIELD_ROWS)
-)
+@over(("path", "fields", "status", "param", "code", "word"), FIELD_ROWS)
 def test_by_default_only_what_is_unknown_or_a_hint_is_left_out(
-    path: str, fields: dict[str, Any], status: int, param: str, code: str | None, word: str
+    path: str,
+    fields: dict[str, Any],
+    status: int,
+    param: str,
+    code: str | None,
+    word: str,
+    lenient: Post,
 ) -> None:
-    reply = ask(make_hash_llm(), path, BODIES[path](**fields))
+    reply = lenient(path, BODIES[path](**fields))
     name = param.rpartition(".")[2]
     if code == "unknown_parameter" or (code == "unsupported_parameter" and name in HINTS):
         assert (reply.status, reply.headers["x-ignored-params"]) == (200, name)
@@ -434,19 +466,17 @@ def test_by_default_only_what_is_unknown_or_a_hint_is_left_out(
         check_refused(reply, status, param, code, word)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "status", "param", "code", "word"),
-    [
-        row
-        for row in FIELD_ROWS
-        if not {"stream", "stream_options", "stream_format", "prompt_logprobs"} & row[1].keys()
-    ],
-)
+@over(("path", "fields", "status", "param", "code", "word"), STREAMED)
 def test_a_field_is_refused_before_a_stream_begins(
-    path: str, fields: dict[str, Any], status: int, param: str, code: str | None, word: str
+    path: str,
+    fields: dict[str, Any],
+    status: int,
+    param: str,
+    code: str | None,
+    word: str,
+    strict: Post,
 ) -> None:
-    reply = ask_strict(make_hash_llm(), path, BODIES[path](stream=True, **fields))
-    check_refused(reply, status, param, code, word)
+    check_refused(strict(path, BODIES[path](stream=True, **fields)), status, param, code, word)
 
 
 INERT = {
@@ -547,14 +577,15 @@ WITHOUT_A_MEANING = [
 ]
 
 
-@pytest.mark.parametrize(("path", "name"), WITHOUT_A_MEANING)
-def test_what_other_clients_send_is_named(path: str, name: str) -> None:
-    reply = ask(make_hash_llm(), path, BODIES[path](**{name: OF_OTHER_CLIENTS[name]}))
+@over(("path", "name"), WITHOUT_A_MEANING)
+def test_what_other_clients_send_is_named(
+    path: str, name: str, strict: Post, lenient: Post
+) -> None:
+    reply = lenient(path, BODIES[path](**{name: OF_OTHER_CLIENTS[name]}))
     assert (reply.status, reply.headers["x-ignored-params"]) == (200, name)
-    plain = ask(make_hash_llm(), path, BODIES[path]()).json()["choices"]
-    assert reply.json()["choices"] == plain
-    strict = ask_strict(make_hash_llm(), path, BODIES[path](**{name: OF_OTHER_CLIENTS[name]}))
-    assert strict.error()["param"] == name
+    assert reply.json()["choices"] == lenient(path, BODIES[path]()).json()["choices"]
+    refused = strict(path, BODIES[path](**{name: OF_OTHER_CLIENTS[name]}))
+    assert refused.error()["param"] == name
 
 
 def prompt_of(*messages: Any) -> tuple[str, str | None]:

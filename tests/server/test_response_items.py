@@ -80,13 +80,13 @@ def test_a_result_says_of_which_call_it_is(said: Any, result: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("kind", ["additional_tools", "tool_search_output"])
-def test_tools_that_come_later_are_shown_where_they_come(kind: str, tmp_path: Path) -> None:
+def test_tools_that_come_later_are_shown_where_they_come(kind: str) -> None:
     """What stands before them stays as it was; calls are read, and names come back apart."""
     inner = {"type": "namespace", "name": "sky", "tools": [LATE]}
     patch = {"type": "custom", "name": "patch"}
     item = {"type": kind, "role": "developer", "tools": [inner, patch, {"type": "web_search"}]}
     tools = [{"type": "function", "name": "weather", "parameters": CITY}]
-    tokenizer = tokenizer_of(tmp_path, QWEN)
+    tokenizer = tokenizer_of(QWEN)
     call = '<tool_call>\n{"name": "sky__late", "arguments": {"city": "Ulm"}}\n</tool_call>'
     call += '<tool_call>\n{"name": "patch", "arguments": {"input": "x"}}\n</tool_call>'
     engine = saying(script_of(tokenizer, call), tokenizer)
@@ -146,10 +146,10 @@ def test_what_would_change_the_answer_is_refused(field: dict[str, Any]) -> None:
     check_refused(reply, 400, name, "unsupported_parameter", "not supported")
 
 
-def test_a_response_repeats_what_was_said(tmp_path: Path) -> None:
+def test_a_response_repeats_what_was_said() -> None:
     custom = {"type": "custom", "name": "patch"}
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [custom]}
-    tokenizer = tokenizer_of(tmp_path, QWEN)
+    tokenizer = tokenizer_of(QWEN)
 
     async def use(app: App) -> None:
         for choice in (custom, allowed, "auto", {"type": "function", "name": "late"}):

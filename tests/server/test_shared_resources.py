@@ -18,6 +18,7 @@ from infer.server.sessions.database_threads import NUM_THREADS, DatabaseThreads
 from infer.server.sessions.store import SessionStore
 from infer.server.tenancy.key_places import KeyPlaces
 from infer.server.viewers import MAX_VIEWERS, TURN_S, EngineViewers
+from tests.support.cases import over
 from tests.support.doubles import make_hash_llm
 from tests.support.floods import FLOODS, FULL, Flood
 from tests.support.serving import App, with_app
@@ -49,7 +50,7 @@ def test_each_refusal_for_want_of_room_has_a_row() -> None:
     assert sites(REFUSALS) == set(rows)
 
 
-@pytest.mark.parametrize(
+@over(
     ("source", "site"),
     [
         ("class A:\n    def __init__(self):\n        self._x = Lock()", "A._x:Lock"),

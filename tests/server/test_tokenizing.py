@@ -12,6 +12,7 @@ import pytest
 from infer.server.http.fair_threads import FairThreads
 from infer.text.tokenizer import Tokenizer
 from infer.types.server_limits import ServerLimits
+from tests.support.cases import over
 from tests.support.checkpoints import (
     BOS,
     BOS_ID,
@@ -375,7 +376,7 @@ ROWS: list[Row] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "status", "param", "code", "word"), ROWS)
+@over(("path", "body", "status", "param", "code", "word"), ROWS)
 def test_a_body_is_refused(
     path: str, body: dict[str, Any], status: int, param: str, code: str | None, word: str
 ) -> None:

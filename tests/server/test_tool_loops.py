@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +64,21 @@ TIME = {"type": "function", "function": {"name": "time"}}
 SPECIAL = ("[TOOL_CALLS]", "[THINK]", "[/THINK]")
 
 
-def tokenizer_of(folder: Path, template: str, special: tuple[str, ...] = ()) -> Tokenizer:
-    """The tests' byte tokenizer, with a template and further special tokens."""
-    write_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    config["additional_special_tokens"] = list(special)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    return Tokenizer.from_folder(folder)
+def tokenizer_of(template: str, special: tuple[str, ...] = ()) -> Tokenizer:
+    """The tests' byte tokenizer, with a template and further special tokens. What a test sets of it
+    is its own; a template is compiled once."""
+    return copy.copy(_tokenizer_of(template, special))
+
+
+@lru_cache(8)
+def _tokenizer_of(template: str, special: tuple[str, ...]) -> Tokenizer:
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_tokenizer(Path(name))
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config["additional_special_tokens"] = list(special)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+        return Tokenizer.from_folder(folder)
 
 
 def saying(ids: list[int], tokenizer: Tokenizer) -> AsyncLLM:
@@ -123,8 +133,8 @@ def answered(tokenizer: Tokenizer, *pieces: str, **fields: Any) -> tuple[dict[st
         return talk.answered(*pieces, **fields)
 
 
-def test_marks_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, MISTRAL, SPECIAL)
+def test_marks_that_are_special_tokens_are_read_and_not_shown() -> None:
+    tokenizer = tokenizer_of(MISTRAL, SPECIAL)
     call = '[{"name": "weather", "arguments": {"city": "Ulm"}}]'
     pieces = ("[THINK]", "Hm", "[/THINK]", "I see.", "[TOOL_CALLS]", call)
     choice, reply = answered(tokenizer, *pieces)
@@ -142,9 +152,9 @@ def test_marks_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path) ->
 
 @pytest.mark.parametrize("content", [None, "", "I shall look."])
 @pytest.mark.parametrize("template", [MISTRAL, BARE_LIST, NO_TOOLS, UNKNOWN, THINKS])
-def test_what_we_answer_we_take_back(tmp_path: Path, template: str, content: str | None) -> None:
+def test_what_we_answer_we_take_back(template: str, content: str | None) -> None:
     """Three turns, in which a client sends our answers back unchanged."""
-    tokenizer = tokenizer_of(tmp_path, template)
+    tokenizer = tokenizer_of(template)
     assert tokenizer.tool_use is not None
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Weather?"}]
     with talking(tokenizer) as talk:
@@ -169,13 +179,9 @@ def test_what_we_answer_we_take_back(tmp_path: Path, template: str, content: str
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_header_names_what_is_not_known(tmp_path: Path, stream: bool) -> None:
-    for name, template, words in (
-        ("none", NO_TOOLS, "renders no tools"),
-        ("unknown", UNKNOWN, "--tool-parser"),
-    ):
-        (tmp_path / name).mkdir()
-        tokenizer = tokenizer_of(tmp_path / name, template)
+def test_a_header_names_what_is_not_known(stream: bool) -> None:
+    for template, words in ((NO_TOOLS, "renders no tools"), (UNKNOWN, "--tool-parser")):
+        tokenizer = tokenizer_of(template)
         with talking(tokenizer) as talk:
             for fields, warned in (
                 ({"tools": [WEATHER]}, True),
@@ -186,18 +192,15 @@ def test_a_header_names_what_is_not_known(tmp_path: Path, stream: bool) -> None:
                 assert (words in reply.headers.get("x-warning", "")) is warned
 
 
-def test_the_start_says_which_format_was_found(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, template, level, words in (
-        ("mistral", MISTRAL, logging.INFO, "mistral, as the chat template writes them"),
-        ("none", NO_TOOLS, logging.INFO, "renders no tools"),
-        ("unknown", UNKNOWN, logging.WARNING, "none of the known formats"),
+def test_the_start_says_which_format_was_found(caplog: pytest.LogCaptureFixture) -> None:
+    for template, level, words in (
+        (MISTRAL, logging.INFO, "mistral, as the chat template writes them"),
+        (NO_TOOLS, logging.INFO, "renders no tools"),
+        (UNKNOWN, logging.WARNING, "none of the known formats"),
     ):
         caplog.clear()
-        (tmp_path / name).mkdir()
         with caplog.at_level(logging.INFO, "infer"):
-            log_tool_use(tokenizer_of(tmp_path / name, template))
+            log_tool_use(tokenizer_of(template))
         [record] = [r for r in caplog.records if r.getMessage().startswith("tool calls:")]
         assert record.levelno == level
         assert words in record.message
@@ -210,8 +213,8 @@ def test_any_variable_of_a_template_can_be_set() -> None:
         assert ask(scripted(spelled("Hi")), CHAT, body).status == 200
 
 
-def test_json_that_is_no_call_stays_content(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, BARE_LIST)
+def test_json_that_is_no_call_stays_content() -> None:
+    tokenizer = tokenizer_of(BARE_LIST)
     with talking(tokenizer) as talk:
         for text in (
             '{"name": "Bob", "age": 3}',
@@ -227,9 +230,9 @@ def test_json_that_is_no_call_stays_content(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}])
 @pytest.mark.parametrize("template", [MISTRAL, NO_TOOLS, BARE_LIST])
-def test_a_forced_call_that_is_cut_is_a_call(tmp_path: Path, template: str, choice: Any) -> None:
+def test_a_forced_call_that_is_cut_is_a_call(template: str, choice: Any) -> None:
     """`scripted` obeys no grammar, so the text is what a grammar gives, cut at any place."""
-    tokenizer = tokenizer_of(tmp_path, template)
+    tokenizer = tokenizer_of(template)
     assert tokenizer.tool_use is not None
     head = {
         "hermes": '<tool_call>\n{"name": "time", "arguments": ',
@@ -249,10 +252,9 @@ def test_a_forced_call_that_is_cut_is_a_call(tmp_path: Path, template: str, choi
     with_app(saying(spelled(head + arguments), tokenizer), use)
 
 
-def test_how_much_was_thought(tmp_path: Path) -> None:
-    for i, special in enumerate(((), ("<think>", "</think>"))):
-        (tmp_path / str(i)).mkdir()
-        tokenizer = tokenizer_of(tmp_path / str(i), THINKS, special)
+def test_how_much_was_thought() -> None:
+    for special in ((), ("<think>", "</think>")):
+        tokenizer = tokenizer_of(THINKS, special)
         with talking(tokenizer) as talk:
             for thoughts in ("", "Hm", "Hm, é😀 </thin"):
                 pieces = ("<think>", thoughts, "</think>", "Yes </think>")
@@ -268,16 +270,16 @@ def test_how_much_was_thought(tmp_path: Path) -> None:
                 assert usage["completion_tokens_details"]["reasoning_tokens"] == count
 
 
-def test_thoughts_that_the_prompt_has_begun_are_counted(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, TURNS + LAST + "<think>{# </think> #}")
+def test_thoughts_that_the_prompt_has_begun_are_counted() -> None:
+    tokenizer = tokenizer_of(TURNS + LAST + "<think>{# </think> #}")
     engine = saying(script_of(tokenizer, "Hm</think>Yes"), tokenizer)
     answer = ask(engine, CHAT, chat_body(max_tokens=300)).json()
     assert answer["choices"][0]["message"]["reasoning_content"] == "Hm"
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
 
 
-def test_reasoning_effort_goes_to_a_template_that_reads_it(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(tmp_path, THINKS)
+def test_reasoning_effort_goes_to_a_template_that_reads_it() -> None:
+    tokenizer = tokenizer_of(THINKS)
 
     with talking(tokenizer) as talk:
 
@@ -290,7 +292,7 @@ def test_reasoning_effort_goes_to_a_template_that_reads_it(tmp_path: Path) -> No
         assert end_of(reasoning_effort="none") == "[none]<False>"
         own = {"reasoning_effort": "high", "enable_thinking": True}
         assert end_of(reasoning_effort="none", chat_template_kwargs=own) == "[high]<True>"
-    other = tokenizer_of(tmp_path, NO_TOOLS)
+    other = tokenizer_of(NO_TOOLS)
     for path, make in ((CHAT, chat_body), (COMPLETIONS, completion_body)):
         answers = [
             ask(saying(script_of(other, "Hi"), other), path, make(**fields)).json()
@@ -299,9 +301,9 @@ def test_reasoning_effort_goes_to_a_template_that_reads_it(tmp_path: Path) -> No
         assert answers[0]["choices"] == answers[1]["choices"]
 
 
-def test_thoughts_of_earlier_turns_have_two_names(tmp_path: Path) -> None:
+def test_thoughts_of_earlier_turns_have_two_names() -> None:
     source = "{% for m in messages %}{{ m.content }}({{ m.reasoning_content }}){% endfor %}"
-    tokenizer = tokenizer_of(tmp_path, source)
+    tokenizer = tokenizer_of(source)
     for name in ("reasoning", "reasoning_content"):
         messages = [{"role": "assistant", "content": "Yes", name: "Hm"}]
         body = chat_body(messages=messages)

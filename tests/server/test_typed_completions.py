@@ -23,6 +23,7 @@ from infer.server.multi_model import ModelRouter
 from infer.server.route_table import unknown_model_statuses
 from infer.server.settings import ServerSettings
 from tests.server.test_engine_errors import Broken
+from tests.support.cases import over
 from tests.support.doubles import make_hash_llm, small_tokenizer
 from tests.support.serving import (
     CHAT,
@@ -76,7 +77,7 @@ def test_a_prompt_of_token_ids() -> None:
     assert asked({"prompt": ids, "max_tokens": 4, "seed": 3}).body == text
 
 
-@pytest.mark.parametrize(
+@over(
     ("body", "status", "param", "code", "word"),
     [
         # 422: a wrong model, too long, out of range, unknown

@@ -80,7 +80,8 @@ def _trees() -> dict[str, ast.Module]:
     }
 
 
-def holders() -> set[str]:
+@cache
+def holders() -> frozenset[str]:
     """The classes of `SERVING` that make what is shared, or an object of such a class."""
     found: set[str] = set()
     while True:
@@ -93,7 +94,7 @@ def holders() -> set[str]:
             if isinstance(node, ast.ClassDef) and any(calls_in(node, names))
         }
         if new <= found:
-            return found
+            return frozenset(found)
         found |= new
 
 

@@ -28,6 +28,7 @@ from infer.text.tools.formats import (
 )
 from infer.text.tools.tagged_calls import FAMILIES, Family
 from infer.types.grammar import Grammar
+from tests.support.cases import over
 from tests.support.doubles import small_tokenizer
 
 WEATHER: dict[str, Any] = {
@@ -129,8 +130,8 @@ UNMARKED = ("json", "pythonic", "harmony")
 """Formats of which no mark says where a call begins, and text has none of it."""
 
 
-@pytest.mark.parametrize("is_special", [False, True], ids=["text", "tokens"])
-@pytest.mark.parametrize("way", OWN, ids=lambda way: way.name)
+@over("is_special", [False, True])
+@over("way", OWN)
 def test_calls_that_the_model_chooses_are_held_to_the_schema(
     way: ToolFormat, is_special: bool
 ) -> None:
@@ -167,8 +168,8 @@ def before_end(way: ToolFormat, text: str, is_special: bool) -> str:
     return text.removesuffix("<|call|>") if way is HARMONY and is_special else text
 
 
-@pytest.mark.parametrize("is_special", [False, True], ids=["text", "tokens"])
-@pytest.mark.parametrize("way", OWN, ids=lambda way: way.name)
+@over("is_special", [False, True])
+@over("way", OWN)
 def test_what_the_family_writes_is_allowed(way: ToolFormat, is_special: bool) -> None:
     walk, _ = walk_of(way, is_special)
     for calls in (CALLS[:1], CALLS[1:2], CALLS):

@@ -15,6 +15,7 @@ from infer.text.checkpoint_text import read_defaults
 from infer.text.generation_config import defaults_of, defaults_of_gguf
 from infer.types.sampling import DEFAULTED, Sampling, SamplingParams
 from infer.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
+from tests.support.cases import over
 
 FILE = "generation_config.json"
 
@@ -50,14 +51,21 @@ def test_what_is_read(config: dict[str, Any], values: dict[str, Any]) -> None:
         assert type(found.values[name]) is type(value)
 
 
-@pytest.mark.parametrize(
+@over(
     "name",
-    ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-     "frequency_penalty", "max_new_tokens", "min_new_tokens"],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    "value", ["0.7", True, [1], {}, -99, 1e300, 2**70, float("nan"), float("inf"), "x" * 10**6]
+    [
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "max_new_tokens",
+        "min_new_tokens",
+    ],
 )
+@over("value", ["0.7", True, [1], {}, -99, 1e300, 2**70, float("nan"), float("inf"), "x" * 10**6])
 def test_a_value_that_cannot_be_used_is_named_and_left_out(name: str, value: Any) -> None:
     found = defaults_of({"top_k": 7, name: value} if name != "top_k" else {name: value})
     assert found.values == ({"top_k": 7} if name != "top_k" else {})

@@ -13,6 +13,7 @@ from infer.text.grammars.compiler import Compiler, Vocabulary
 from infer.text.grammars.patterns import is_enforceable
 from infer.text.grammars.schema_relaxing import DROPPED, FORMATS, MAX_NAMED, relaxed
 from infer.types.grammar import Grammar
+from tests.support.cases import over
 from tests.support.doubles import small_tokenizer
 from tests.support.serving import spelled
 
@@ -106,7 +107,7 @@ def problem(compiler: Compiler, schema: Any) -> str:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("keyword", VOCABULARY)
+@over("keyword", VOCABULARY)
 def test_no_keyword_of_the_drafts_is_refused(compiler: Compiler, keyword: str, place: str) -> None:
     wrap, instance, _ = PLACES[place]
     value, allowed = VOCABULARY[keyword]
@@ -296,9 +297,7 @@ FORBIDDING = ("additionalProperties", "allOf", "anyOf", "const", "enum", "items"
               "type")  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "keyword", [*sorted(VOCABULARY.keys() - {"$ref"}), "nullable", "x-order", "optional", "xml"]
-)
+@over("keyword", [*sorted(VOCABULARY.keys() - {"$ref"}), "nullable", "x-order", "optional", "xml"])
 def test_a_schema_may_hold_itself_beside_any_keyword(compiler: Compiler, keyword: str) -> None:
     """llguidance merges a `$ref` with what stands beside it, for ever if that is itself."""
     value = VOCABULARY.get(keyword, (True, None))[0]

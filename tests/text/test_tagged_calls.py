@@ -13,6 +13,7 @@ from infer.text.answer_parser import AnswerParser
 from infer.text.tools.formats import FORMATS, format_named
 from infer.text.tools.parameter_types import json_of, types_of
 from infer.text.tools.tagged_calls import FAMILIES, TaggedText
+from tests.support.cases import over
 from tests.support.tool_answers import call, told_apart
 
 PROPERTIES: dict[str, Any] = {
@@ -87,7 +88,7 @@ CODE = (
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@pytest.mark.parametrize("text", CODE)
+@over("text", CODE)
 def test_values_may_have_tags_in_them(family: Any, text: str) -> None:
     made = [call("f", text=text), call("f", text=text, count=3)]
     way = format_named(family.name)

@@ -19,6 +19,7 @@ from infer.text.detokenizer import (
     WindowDetokenizer,
 )
 from infer.text.tokenizer import Tokenizer
+from tests.support.cases import over
 from tests.support.text_checkpoints import (
     KINDS,
     Pair,
@@ -67,8 +68,8 @@ def test_each_kind_of_decoder_gets_the_exact_class(by_kind: dict[str, Tokenizer]
     }
 
 
-@pytest.mark.parametrize("text", UNICODE)
-@pytest.mark.parametrize("skip", [True, False])
+@over("text", UNICODE)
+@over("skip", [True, False])
 def test_unicode_texts(pair: Pair, text: str, skip: bool) -> None:
     check(pair.ours, pair.ours.encode(text), skip)
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from infer.errors import RequestError
 from infer.text.tokenizer import Tokenizer
+from tests.support.cases import over
 from tests.support.text_checkpoints import Pair, load_pair
 from tests.support.tokenizer_families import FAMILIES, save_family
 
@@ -39,8 +40,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     }
 
 
-@pytest.mark.parametrize("add_special", [True, False])
-@pytest.mark.parametrize(
+@over("add_special", [True, False])
+@over(
     ("name", "text"),
     [(name, text) for name in FAMILIES for text in (TEXTS if name in LLAMA2 else TEXTS + SPACED)],
 )

@@ -17,6 +17,7 @@ from infer.errors import RequestError
 from infer.text.chat_template import ChatTemplate
 from infer.text.role_order import in_order
 from infer.text.template_probes import find_abilities
+from tests.support.cases import over
 from tests.support.role_orders import AGENTS, all_orders, chat_of, words_of
 from tests.support.tool_conversations import (
     END,
@@ -104,8 +105,8 @@ def chats(count: int) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", ONE)
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("tools", [None, WEATHER], ids=["plain", "tools"])
+@over("count", [1, 2, 3, 4])
+@over("tools", [None, WEATHER])
 def test_every_text_is_in_the_prompt_once(name: str, count: int, tools: Any) -> None:
     shown, joined = template(ONE[name]), "\n\n".join(RULES[:count])
     assert not shown.abilities.order.takes_several_systems
@@ -276,6 +277,7 @@ def test_a_further_turn_changes_nothing_before_it(name: str) -> None:
     """Also where a template takes reasoning out behind a question: a reminder is none."""
     shown, num_turns = template(KINDS[name]), 0
 
+    @cache
     def prompt(order: str) -> str:
         return shown.render(
             chat_of(order, thinks=name == "forgets"), shown.abilities.format, tools=WEATHER,

@@ -204,7 +204,6 @@ def test_a_rendering_that_fails_holds_nothing_of_its_callers(source: str) -> Non
             render(source)
         return weakref.ref(held)
 
-    gc.collect()
     gc.disable()
     try:
         assert caller()() is None

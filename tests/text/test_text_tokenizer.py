@@ -15,6 +15,7 @@ from tokenizers import models, processors
 
 from infer.errors import LoadError, RequestError
 from infer.text.tokenizer import Tokenizer
+from tests.support.cases import over
 from tests.support.text_checkpoints import (
     KINDS,
     Pair,
@@ -51,8 +52,8 @@ def control_ids(tokenizer: Tokenizer, theirs: Any) -> set[int]:
     return set(tokenizer.special_token_ids) - {unknown}
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("add_special", [True, False])
+@over("text", TEXTS)
+@over("add_special", [True, False])
 def test_encode_with_special_tokens_parsed(pair: Pair, text: str, add_special: bool) -> None:
     expected = pair.theirs.encode(text, add_special_tokens=add_special)
     assert (
@@ -61,8 +62,8 @@ def test_encode_with_special_tokens_parsed(pair: Pair, text: str, add_special: b
     )
 
 
-@pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("add_special", [True, False])
+@over("text", TEXTS)
+@over("add_special", [True, False])
 def test_encode_of_plain_text(pair: Pair, text: str, add_special: bool) -> None:
     ours = pair.ours.encode(text, add_special_tokens=add_special)
     theirs = pair.theirs.encode(text, add_special_tokens=add_special, split_special_tokens=True)

@@ -20,6 +20,7 @@ from infer.text.tools.formats import (
 )
 from infer.text.tools.tool_use import find_tool_use
 from tests.support.bad_histories import BAD_HISTORIES, problem
+from tests.support.cases import over
 from tests.support.tool_conversations import (
     END,
     HERMES_CALLS,
@@ -44,7 +45,7 @@ def template(source: str) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("name", OWN)
-@pytest.mark.parametrize("loop", LOOPS)
+@over("loop", LOOPS)
 def test_a_tool_loop_is_rendered(name: str, loop: str) -> None:
     if name == "strict" and loop == "a system message":
         pytest.skip("it refuses system messages, which is its right")
@@ -183,7 +184,7 @@ def without_time(prompt: str) -> str:
     return re.sub(r"\d\d:\d\d:\d\d", "", prompt)  # one template says what time it is
 
 
-@pytest.mark.parametrize("history", BAD_HISTORIES)
+@over("history", BAD_HISTORIES)
 @pytest.mark.parametrize("name", OWN)
 def test_calls_and_results_that_do_not_belong_together(name: str, history: str) -> None:
     """Nothing is refused or lost, and a further turn changes nothing before it."""

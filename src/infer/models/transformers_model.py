@@ -118,7 +118,7 @@ def _library() -> Any:
             "model_impl",
             f"'transformers' needs an optional part of infer: {to_install('transformers')}",
         ) from None
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     transformers.AttentionInterface.register(NAME, _attention)
     transformers.AttentionMaskInterface.register(NAME, _mask)
     return transformers
