@@ -1,6 +1,8 @@
-// Kernels for AVX-512 with BF16 and VNNI: AMD since Zen 4, Intel Cooper Lake.
+// Kernels for AVX-512 with BF16 and VNNI: AMD since Zen 4, Intel Cooper Lake. Blocks are bytes, whose products are
+// those of avx512_vnni.cpp.
 
 #define INFER_VECTORS "avx512_bf16.h"
+#define BLOCKS_ELSEWHERE 1
 #include "cpu_checks.h"
 #include "dispatch.h"
 
@@ -18,10 +20,13 @@ END_TARGET
 
 #include "kernel_table.h"
 
+extern const linear::Kernels avx512_vnni_blocks;
+
 namespace {
 constexpr IsaKernels kernels() {
   using attention::Pairs, attention::Strips;
   IsaKernels made = kernels_with<Pairs, attention::ByteVectors<Pairs>>("avx512_bf16", has_avx512_bf16);
+  made.blocks = &avx512_vnni_blocks;
   made.strips = attention::run_item<Strips>;
   made.write_strip = Strips::write;
   return made;

@@ -17,5 +17,8 @@ END_TARGET
 
 #include "kernel_table.h"
 
+extern const linear::Kernels avx512_vnni_blocks;
+constexpr linear::Kernels avx512_vnni_blocks = linear::KERNELS;
+
 extern const IsaKernels avx512_vnni_kernels;
 constexpr IsaKernels avx512_vnni_kernels = float32_kernels<attention::ByteVectors>("avx512_vnni", has_avx512_vnni);

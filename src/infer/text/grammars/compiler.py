@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import llguidance
-import numpy as np
 import tokenizers
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
@@ -29,6 +28,8 @@ from infer.text.grammars.token_pieces import TokenPieces, name_of_hole, token_pi
 from infer.types.grammar import Grammar
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from infer.text.tokenizer import Tokenizer
 
 _HEADER = '%llguidance {"no_forcing": true}\n'
@@ -231,6 +232,8 @@ class Constraint:
 
     def forbidden(self) -> np.ndarray:
         """A mask of the tokens that may not be next, [V] bool."""
+        import numpy as np  # not in the processes that check grammars: a third of their start
+
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
             raise ValueError(self._matcher.get_error())
