@@ -66,7 +66,7 @@ def hadamard(size: int) -> Tensor:
     return matrix
 
 
-@pytest.mark.parametrize("shape", slow_but(SHAPES[:4:3], SHAPES), ids=str)
+@pytest.mark.parametrize("shape", slow_but(SHAPES[:3:2], SHAPES), ids=str)
 def test_it_computes_attention(shape: Shape) -> None:
     heads, groups, size, window = shape
     world = make_world([1, 3, 64, 65, 130, 700], heads, groups, size, BF16, window=window)
@@ -105,8 +105,8 @@ def test_cells_hold_keys_and_values(size: int) -> None:
             ((4, 1, 64, None), [1, 31, 64, 65, 129, 200]),
             ((2, 1, 128, None), [520, 3]),
             ((7, 1, 128, 70), [540, 70, 71]),
-            ((9, 1, 64, None), [600, 5]),
             ((40, 1, 64, 300), [530, 2]),
+            ((9, 1, 64, None), [600, 5]),
             ((2, 2, 256, 1), [66]),
         ],
     ),

@@ -21,7 +21,7 @@ from tests.support.draft_checkpoints import write_first_layers
 from tests.support.isas import EXACT_DTYPE
 
 FACTORY = "tests.support.eager_drafts:eager_blueprint"
-NUM_TOKENS = 500
+NUM_TOKENS = 300
 SAMPLING = [
     SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1),

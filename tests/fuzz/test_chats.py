@@ -9,10 +9,10 @@ import pytest
 from tests.fuzz.chats import checks, try_examples
 from tests.support.serving import scripted, serving, spelled
 
-NUM_EXAMPLES = {"answers": 30, "written calls": 30, "conversations": 20, "bodies": 10}
+NUM_EXAMPLES = {"answers": 15, "written calls": 15, "conversations": 10, "bodies": 5}
 
 
-@pytest.mark.parametrize("factor", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("factor", [1, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NUM_EXAMPLES)
 def test_nothing_breaks(name: str, factor: int) -> None:
     with asyncio.Runner() as runner:

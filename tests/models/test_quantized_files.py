@@ -35,7 +35,7 @@ from infer.kernels.native import native_obstacle
 from infer.models.quantized_config import FILES, METHODS, REFUSED
 from infer.models.quantized_layouts import LAYOUTS
 from infer.models.registry import parse_model_config
-from tests.support.cases import one_of
+from tests.support.cases import one_of, over
 from tests.support.checkpoints import make_model
 from tests.support.parity import WAYS, Bench
 from tests.support.quantized_files import (
@@ -591,7 +591,7 @@ def whole_files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return folder
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@over("fault", FAULTS)
 def test_a_tensor_that_is_wrong_is_named(
     fault: str,
     tmp_path: Path,
@@ -600,10 +600,12 @@ def test_a_tensor_that_is_wrong_is_named(
 ) -> None:
     """Nothing is allocated for the model before it is known."""
     name, spoil, message = FAULTS[fault]
-    shutil.copytree(whole_files(name), tmp_path, dirs_exist_ok=True)
-    tensors = load_file(tmp_path / "model.safetensors")
+    folder = tmp_path / "it"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole_files(name), folder)
+    tensors = load_file(folder / "model.safetensors")
     spoil(tensors)
-    save_file(tensors, tmp_path / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors")
 
     def refuse(*arguments: object, **settings: object) -> None:
         raise AssertionError("a layer was made")
@@ -611,7 +613,7 @@ def test_a_tensor_that_is_wrong_is_named(
     monkeypatch.setattr("infer.kernels.linear.NativeLinear.__init__", refuse)
     monkeypatch.setattr("infer.kernels.linear.PackedLinear.__init__", refuse)
     with pytest.raises(LoadError) as caught:
-        Bench(tmp_path, PAGE, torch.bfloat16, attention="auto")
+        Bench(folder, PAGE, torch.bfloat16, attention="auto")
     assert message in str(caught.value), caught.value
 
 

@@ -283,12 +283,18 @@ def test_an_answer_cut_anywhere_is_taken_back(path: str) -> None:
     with_app(engine, use)
 
 
+IN_MARKUP = '[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}'
+
+
 @pytest.mark.parametrize(
-    ("template", "text"),
-    [(QWEN, CALL), (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Ulm"}')],
-    ids=["JSON", "markup"],
+    ("path", "template", "text"),
+    [
+        (RESPONSES, QWEN, CALL),
+        (MESSAGES, MISTRAL, IN_MARKUP),
+        pytest.param(RESPONSES, MISTRAL, IN_MARKUP, marks=pytest.mark.slow),
+        pytest.param(MESSAGES, QWEN, CALL, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("path", READ)
 def test_a_forced_call_cut_anywhere_is_that_of_a_chat(path: str, template: str, text: str) -> None:
     """The script obeys no grammar, so the text is what a grammar gives. A call whose beginning
     is there is a call, with the arguments so far."""

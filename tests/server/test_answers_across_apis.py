@@ -182,11 +182,12 @@ def limit_of(path: str, size: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("cuts", "least"), [((), 2), pytest.param(range(9, 9999, 47), 12, marks=pytest.mark.slow)]
+    ("cuts", "every", "least"),
+    [((), 2, 2), pytest.param(range(9, 9999, 47), 1, 12, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("way", FORMATS, ids=lambda way: way.name)
 def test_streams_are_whole_answers_and_each_is_taken_back_by_each(
-    way: ToolFormat, cuts: Iterable[int], least: int
+    way: ToolFormat, cuts: Iterable[int], every: int, least: int
 ) -> None:
     tokenizer = tokenizer_of(QWEN)
     assert tokenizer.tool_use is not None
@@ -198,7 +199,7 @@ def test_streams_are_whole_answers_and_each_is_taken_back_by_each(
 
     async def use(app: App) -> None:
         num_orders = 0
-        for text in answers_of(way):
+        for text in answers_of(way)[len(way.name) % every :: every]:
             runner.script = script_of(tokenizer, text)
             whole_size = len(text.encode())
             for size in (whole_size + 1, *(cut for cut in cuts if cut < whole_size)):

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_streams_survive_the_death_of_one_of_two_engines(tmp_path: Path) -> None:
-    wanted = [{**body, "max_tokens": 400, "min_tokens": 400} for body in bodies(8, 400)]
+    wanted = [{**body, "max_tokens": 250, "min_tokens": 250} for body in bodies(8, 250)]
     command = model_server(
         "--replicas", "2", "--no-standby", "--routing", "least", "--max-seq-len", "1024"
     )

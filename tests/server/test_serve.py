@@ -285,7 +285,7 @@ SCRIPT = textwrap.dedent(
         ("0.2", [signal.SIGTERM], 400, b"shutting down"),
         ("600", [signal.SIGTERM, signal.SIGTERM], 400, b"shutting down"),
         ("10", [signal.SIGHUP] * 2 + [signal.SIGTERM], 60, b"data: [DONE]"),
-        ("10", [CLOSED_TERMINAL], 30, b"data: [DONE]"),
+        pytest.param("10", [CLOSED_TERMINAL], 30, b"data: [DONE]", marks=pytest.mark.slow),
         ("10", [CLOSED_TERMINAL, signal.SIGHUP, signal.SIGHUP], 60, b"data: [DONE]"),
         ("600", [CLOSED_TERMINAL, signal.SIGTERM], 400, b"shutting down"),
         ("10", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM], 60, b"data: [DONE]"),

@@ -349,18 +349,18 @@ most ways are `slow`."""
 
 
 def crossed(ways: Iterable[str], usual: Container[str], least: str) -> list[Any]:
-    """(family, shape) and way as parameters. `slow` are, of the first families, the ways that are
-    not in `usual`; of the others, all but the way `least` of the last shape."""
-    return [
-        pytest.param(
-            (family, name),
-            way,
-            marks=()
-            if (way in usual if family in FIRST else (way == least and name == list(shapes)[-1]))
-            else pytest.mark.slow,
-            id=f"{family}, {name}-{way}",
-        )
-        for family, shapes in SHAPES.items()
-        for name in shapes
-        for way in ways
-    ]
+    """(family, shape) and way as parameters. By default each shape of the first families is tried
+    in the way `least` and in every second one of `usual`, in turns; of the others, the last shape
+    in the way `least`. The rest is `slow`."""
+    found = []
+    for family, shapes in SHAPES.items():
+        for i, name in enumerate(shapes):
+            for j, way in enumerate(ways):
+                if family in FIRST:
+                    is_usual = way == least or (way in usual and (i + j) % 2 == 0)
+                else:
+                    is_usual = way == least and i == len(shapes) - 1
+                marks = () if is_usual else pytest.mark.slow
+                case = pytest.param((family, name), way, marks=marks, id=f"{family}, {name}-{way}")
+                found.append(case)
+    return found
