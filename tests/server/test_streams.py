@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import MutableMapping
+import re
+import threading
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from infer.schedule.sequence import Plan, Sampled
 from tests.support.cases import slow_but
 from tests.support.doubles import make_hash_llm, small_tokenizer
 from tests.support.serving import (
@@ -20,6 +23,7 @@ from tests.support.serving import (
     COMPLETIONS,
     App,
     Reply,
+    ScriptRunner,
     ask,
     chat_body,
     completion_body,
@@ -51,9 +55,31 @@ def read(path: str, reply: Reply) -> tuple[dict[int, str], dict[int, str]]:
     return texts, reasons
 
 
+class OneByOne(ScriptRunner):
+    """A runner that computes a token once the text of the one before it has been written."""
+
+    def __init__(self, script: Sequence[int]) -> None:
+        super().__init__(script)
+        self._may_compute = threading.Semaphore(1)
+
+    def execute(self, plan: Plan) -> list[Sampled]:
+        assert self._may_compute.acquire(timeout=60)
+        return super().execute(plan)
+
+    def hear(self, written: bytes) -> None:
+        if re.search(rb'"(text|content)": ?"[^"]', written):
+            self._may_compute.release()
+
+
+def one_by_one(script: Sequence[int], path: str, body: dict[str, Any]) -> Reply:
+    """The answer to a stream, in which tokens are not merged, however late they are written."""
+    runner = OneByOne(script)
+    return ask(scripted(script, runner=runner), path, body, on_write=runner.hear)
+
+
 def test_the_events_of_a_completion() -> None:
     body = completion_body(stream=True, max_tokens=2, stream_options=WITH_USAGE)
-    reply = ask(scripted(spelled("Hi"), step_s=0.005), COMPLETIONS, body)
+    reply = one_by_one(spelled("Hi"), COMPLETIONS, body)
     assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert reply.headers["cache-control"] == "no-cache"
     first, second, last = reply.events()
@@ -74,7 +100,7 @@ def test_the_events_of_a_completion() -> None:
 
 def test_the_events_of_a_chat() -> None:
     body = chat_body(stream=True, max_tokens=2, stream_options=WITH_USAGE)
-    role, first, second, end, last = ask(scripted(spelled("Hi"), step_s=0.005), CHAT, body).events()
+    role, first, second, end, last = one_by_one(spelled("Hi"), CHAT, body).events()
     head = {key: first[key] for key in ("id", "object", "created", "model")}
     assert head["object"] == "chat.completion.chunk"
     assert head["id"].startswith("chatcmpl-")
@@ -411,7 +437,7 @@ def vllm_first_tokens(raw: list[bytes]) -> list[int]:
 def test_a_load_generators_clock_ticks_once_a_token(path: str) -> None:
     """Neither the opening chunk of a chat nor its end nor the usage count as tokens."""
     body = BODIES[path](stream=True, stream_options=WITH_USAGE, max_tokens=5)
-    writes = ask(scripted(spelled("abcde"), step_s=0.005), path, body).writes
+    writes = one_by_one(spelled("abcde"), path, body).writes
     first = 1 if path == CHAT else 0
     assert vllm_first_tokens(writes) == list(range(first, first + 5))
 
