@@ -11,6 +11,7 @@
 // A new type of blocks is a row of BLOCK_FORMATS and a reader of its file's blocks (file_readers.h).
 #pragma once
 
+#include "block_products.h"
 #include "linear_finish.h"
 #include "linear_pack.h"
 
@@ -59,29 +60,6 @@ void pack_some_block_rows(const Call& c, long first) {
 void pack_block_rows(const Call& c, long item) {
   (c.layer.norm ? pack_some_block_rows<true> : pack_some_block_rows<false>)(c, item * PACK_ROWS);
 }
-
-struct BlockRows {  // a part of a group of rows, from a step on
-  const char* bytes;
-  long step_bytes;
-  const RowGroup* groups;  // of the first row; two each, row after row
-  long step_groups;
-};
-
-// Two streams of lines to ask for, into the L2 cache: the L1 cache has few places for lines that are under way, and
-// blocks take longer than a line needs from the L2 (one row of Q8_0 reads at 0.79 of the read rate, not at 0.72).
-struct Ahead {
-  PrefetchStream one, two;
-
-  INLINE void quarter() {  // of a step
-    quarter_of(one);
-    quarter_of(two);
-  }
-  INLINE static void quarter_of(PrefetchStream& stream) {
-    const char* end = stream.next + stream.lines * 16;
-    for (const char* line = stream.next; line < end; line += 64) __builtin_prefetch(line, 0, 2);
-    stream.next = end;
-  }
-};
 
 // UNPACKED: the weight's steps are as `unpack` leaves them.
 template <BlockType TYPE, bool UNPACKED = false>
@@ -372,8 +350,16 @@ constexpr int PANEL_PAIRS = 16 / W;  // pairs of vectors, one of each half of a 
 // Few rows take a panel in one pass, so that it is read as it lies in memory.
 constexpr int pairs_of_pass(int rows) { return rows <= 2 ? PANEL_PAIRS : 1; }
 
-using MultiplyBlocks = decltype(&Blocks<BlockType::Q8_0>::multiply<1, 1>);
+// The first format whose products of what is unpacked are those of the format `index`.
+constexpr int unpacked_as(int index) {
+  int first = 0;
+  while (!BLOCK_FORMATS[first].multiplies_as(BLOCK_FORMATS[index])) ++first;
+  return first;
+}
 
+using EveryFormat = std::make_index_sequence<NUM_BLOCK_FORMATS>;
+
+#ifndef BLOCK_PRODUCTS  // Else they are those that it names, of another set.
 template <BlockType TYPE, bool UNPACKED>
 MultiplyBlocks blocks_of_rows(int rows) {
   using Own = Blocks<TYPE, UNPACKED>;
@@ -388,23 +374,11 @@ MultiplyBlocks blocks_of_rows(int rows) {
   }
 }
 
-// The first format whose products of what is unpacked are those of the format `index`.
-constexpr int unpacked_as(int index) {
-  int first = 0;
-  while (!BLOCK_FORMATS[first].multiplies_as(BLOCK_FORMATS[index])) ++first;
-  return first;
-}
-
 template <bool UNPACKED, size_t... INDEX>
 MultiplyBlocks product_of_blocks(BlockType type, int rows, std::index_sequence<INDEX...>) {
   constexpr decltype(&blocks_of_rows<BlockType::Q8_0, UNPACKED>) PRODUCTS[] = {
       blocks_of_rows<BLOCK_FORMATS[UNPACKED ? unpacked_as(INDEX) : INDEX].type, UNPACKED>...};
   return PRODUCTS[block_index(type)](rows);
-}
-
-// Whether a panel is unpacked before its rows are multiplied, which pays if they are many. Bytes are as they were.
-bool is_unpacked(const Call& c, long panel) {
-  return c.M > 2 * BLOCK_ROWS[0] && c.layer.panel_blocks && c.layer.panel_blocks[panel].format->bits < 8;
 }
 
 template <size_t... INDEX>
@@ -413,11 +387,25 @@ void unpack_steps(BlockType type, const char* from, long steps, char* to, std::i
   UNPACKERS[block_index(type)](from, steps, to);
 }
 
-using EveryFormat = std::make_index_sequence<NUM_BLOCK_FORMATS>;
+MultiplyBlocks own_product(BlockType type, int rows, bool unpacked) {
+  return unpacked ? product_of_blocks<true>(type, rows, EveryFormat{})
+                  : product_of_blocks<false>(type, rows, EveryFormat{});
+}
+void unpack_own(BlockType type, const char* from, long steps, char* to) {
+  unpack_steps(type, from, steps, to, EveryFormat{});
+}
+constexpr BlockProducts OWN_PRODUCTS{own_product, unpack_own};
+#define BLOCK_PRODUCTS OWN_PRODUCTS
+#endif
+
+// Whether a panel is unpacked before its rows are multiplied, which pays if they are many. Bytes are as they were.
+bool is_unpacked(const Call& c, long panel) {
+  return c.M > 2 * BLOCK_ROWS[0] && c.layer.panel_blocks && c.layer.panel_blocks[panel].format->bits < 8;
+}
 
 // Some steps of a panel in blocks, unpacked; returns `to`.
 const char* unpack_blocks(const Layer& layer, long panel, long first, long steps, char* to) {
-  unpack_steps(layer.panel_blocks[panel].format->type, layer.tiles(panel, first), steps, to, EveryFormat{});
+  BLOCK_PRODUCTS.unpack(layer.panel_blocks[panel].format->type, layer.tiles(panel, first), steps, to);
   return to;
 }
 
@@ -461,9 +449,8 @@ void multiply_blocks(const Call& c, long group, const char* b, long panel, long 
       if (count > BLOCK_ROWS[0])
         multiply_on_tiles(type, some, count, b, steps, place(sums, row, 0), k == 0, {one, two});
       else
-        (unpacked ? product_of_blocks<true>(type, count, EveryFormat{})
-                  : product_of_blocks<false>(type, count, EveryFormat{}))(
-            some, b, pair * W, steps, place(sums, row, 0) + pair * W, k == 0, {one, two});
+        BLOCK_PRODUCTS.product(type, count, unpacked)(some, b, pair * W, steps, place(sums, row, 0) + pair * W, k == 0,
+                                                      {one, two});
       one.next += steps * one.lines * 64, two.next += steps * two.lines * 64;
     }
 }

@@ -13,16 +13,12 @@
 // All ways of int8 have the same sums.
 #pragma once
 
+#include "block_products.h"
 #include "linear_finish.h"
 #include "linear_pack.h"
 
 namespace linear {
 namespace {
-
-struct PrefetchStream {  // asks for a line 16 times a step and goes on by so many in all: of 32, every other one
-  const char* next;
-  long lines;
-};
 
 constexpr int WHOLE_PANEL = SIDE / W;       // vectors
 constexpr int SOME = W < 8 ? 4 : 2;         // vectors of a pass: 16 columns or 32

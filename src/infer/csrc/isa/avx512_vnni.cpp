@@ -17,6 +17,9 @@ END_TARGET
 
 #include "kernel_table.h"
 
+extern const linear::BlockProducts avx512_vnni_block_products;
+constexpr linear::BlockProducts avx512_vnni_block_products = linear::OWN_PRODUCTS;
+
 extern const linear::Kernels avx512_vnni_blocks;
 constexpr linear::Kernels avx512_vnni_blocks = linear::KERNELS;
 
