@@ -71,11 +71,16 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference() -> Callable[[Shape, torch.dtype], Reference]:
+def reference() -> Callable[..., Reference]:
     @functools.cache
-    def make(shape: Shape, dtype: torch.dtype) -> Reference:
+    def make(
+        shape: Shape,
+        dtype: torch.dtype,
+        lengths: tuple[int, ...] = (1, 3, 64, 65, 130, 700),
+        scores: Scores = PLAIN,
+    ) -> Reference:
         heads, groups, size, window = shape
-        world = make_world([1, 3, 64, 65, 130, 700], heads, groups, size, dtype, window=window)
+        world = make_world(list(lengths), heads, groups, size, dtype, window=window, scores=scores)
         wanted = exact(world)
         ways = (whole(world), ragged(world, 1))
         theirs = [error(run(world, steps, SDPABackend), wanted) for steps in ways]
@@ -90,7 +95,7 @@ def test_it_computes_attention(
     isa: str,
     shape: Shape,
     dtype: torch.dtype,
-    reference: Callable[[Shape, torch.dtype], Reference],
+    reference: Callable[..., Reference],
 ) -> None:
     found = reference(shape, dtype)
     world, wanted = found.world, found.wanted
@@ -163,15 +168,14 @@ SHAPED = [
     ("number", "dtype"), one_of(3, [(i, kind) for kind in (F32, BF16) for i in range(len(SHAPED))])
 )
 def test_scores_have_caps_and_slopes_and_heads_are_large(
-    isa: str, number: int, dtype: torch.dtype
+    isa: str, number: int, dtype: torch.dtype, reference: Callable[..., Reference]
 ) -> None:
     shape, scores = SHAPED[number]
-    heads, groups, size, window = shape
-    lengths = [1, 65, 300] if size > 256 or isa == "portable" else [1, 64, 130, 600]
-    world = make_world(lengths, heads, groups, size, dtype, window=window, scores=scores)
-    wanted = exact(world)
-    for steps in (whole(world), ragged(world, 1)):
-        theirs = error(run(world, steps, SDPABackend), wanted)
+    size = shape[2]
+    lengths = (1, 65, 300) if size > 256 or isa == "portable" else (1, 64, 130, 600)
+    found = reference(shape, dtype, lengths, scores)
+    world, wanted = found.world, found.wanted
+    for steps, theirs in zip((whole(world), ragged(world, 1)), found.theirs, strict=True):
         ours = error(run(world, steps), wanted)
         if dtype == F32:
             assert max(ours[0], theirs[0]) < 2e-5, (ours, theirs)

@@ -26,7 +26,7 @@ from infer.types import FinishReason, Request, SamplingParams, StepOutput
 from tests.support.doubles import AheadHashRunner, Landed, make_hash_core, solo
 from tests.support.workloads import Seen, Workload
 
-NUM_WORKLOADS = 500
+NUM_WORKLOADS = 300
 
 
 def test_every_request_has_the_tokens_that_it_has_alone() -> None:
@@ -38,11 +38,11 @@ def test_every_request_has_the_tokens_that_it_has_alone() -> None:
             raise AssertionError(f"workload {seed}: {error}") from error
     assert seen.modes == set(BATCHING_MODES)
     assert seen.reasons == set(FinishReason) - {FinishReason.ERROR, FinishReason.COMPLETE}
-    assert seen.num_pending > 10_000
-    assert seen.num_late > 250
-    assert seen.num_preemptions > 1_000
-    assert seen.num_cached > 1_000
-    assert seen.num_aborted > 150
+    assert seen.num_pending > 6_000
+    assert seen.num_late > 150
+    assert seen.num_preemptions > 600
+    assert seen.num_cached > 600
+    assert seen.num_aborted > 90
 
 
 def run_workloads(count: int, kind: type[AheadHashRunner] = AheadHashRunner) -> None:

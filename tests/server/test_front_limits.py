@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +16,7 @@ from infer.server.tenancy import front_limits, limit_authority, limits
 from infer.server.tenancy.front_limits import ANSWER_S
 from infer.server.tenancy.keys import KeyLimits
 from tests.support import limited_fronts
-from tests.support.cases import slow_but
+from tests.support.cases import one_of, slow_but
 from tests.support.limited_fronts import (
     NUM_FRONTS,
     Admitted,
@@ -59,9 +60,8 @@ def note(load: str, by_requests: float, by_tokens: float) -> None:
     Findings().note("C1", name, load, requests=round(by_requests, 3), tokens=round(by_tokens, 3))
 
 
-@pytest.mark.parametrize("name", LOADS)
-@pytest.mark.parametrize("skew", [0.25, 0.9])
-def test_four_fronts_let_in_what_one_does(name: str, skew: float) -> None:
+@pytest.mark.parametrize(("skew", "name"), one_of(3, product([0.25, 0.9], LOADS)))
+def test_four_fronts_let_in_what_one_does(skew: float, name: str) -> None:
     assert alone(name).num_requests < 0.9 * len(load_of(name)), "the limits decide nothing"
     by_requests, by_tokens = ratios(name, skew=skew)
     note(f"{name}, {skew:.0%} at one front", by_requests, by_tokens)
@@ -71,9 +71,8 @@ def test_four_fronts_let_in_what_one_does(name: str, skew: float) -> None:
     assert abs(by_tokens - 1) <= 0.03
 
 
-@pytest.mark.parametrize("name", LOADS)
-@pytest.mark.parametrize("at_s", [0.0, 0.6, 5.0, 40.0])
-def test_without_the_authority_each_has_its_share(name: str, at_s: float) -> None:
+@pytest.mark.parametrize(("at_s", "name"), one_of(3, product([0.0, 0.6, 5.0, 40.0], LOADS)))
+def test_without_the_authority_each_has_its_share(at_s: float, name: str) -> None:
     found = ratios(name, (Fault("no authority", at_s, 1000),))
     note(f"{name}, no authority from {at_s:g} s on", *found)
     for ratio in found:

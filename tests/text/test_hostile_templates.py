@@ -148,14 +148,14 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_limits")
 def test_what_is_known_to_take_for_ever_ends() -> None:
     some = list(TABLE.values())  # all of them: test_all_generated_expressions
-    assert check([*some[:2], *some[5::20]]) >= 2
+    assert check([*some[:2], *some[5::40]]) >= 2
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("short_limits")
 def test_some_of_the_generated_expressions() -> None:
     dice = random.Random(2)
-    check([*dice.sample(methods(), 15), *dice.sample(operators(), 3), *dice.sample(filters(), 4)])
+    check([*dice.sample(methods(), 8), *dice.sample(operators(), 3), *dice.sample(filters(), 4)])
 
 
 @pytest.mark.slow
