@@ -162,8 +162,12 @@ class FrontKeeper:
                 async with asyncio.TaskGroup() as group:
                     for place in self._places:
                         group.create_task(self._keep(place))
-        except* InferError as errors:
-            raise next(_leaves(errors)) from None
+        # Not `except*`: what that raises is in a group again in Python 3.11.2, which Debian 12 has.
+        except BaseExceptionGroup as errors:
+            own, others = errors.split(InferError)
+            if own is None or others is not None:
+                raise
+            raise next(_leaves(own)) from None
         finally:
             for task in (watching, *self._tasks):
                 task.cancel()
