@@ -164,10 +164,9 @@ class FrontKeeper:
                         group.create_task(self._keep(place))
         # Not `except*`: what that raises is in a group again in Python 3.11.2, which Debian 12 has.
         except BaseExceptionGroup as errors:
-            own, others = errors.split(InferError)
-            if own is None or others is not None:
-                raise
-            raise next(_leaves(own)) from None
+            if all(isinstance(each, InferError) for each in errors.exceptions):
+                raise errors.exceptions[0] from None
+            raise
         finally:
             for task in (watching, *self._tasks):
                 task.cancel()
@@ -452,11 +451,3 @@ class FrontKeeper:
                     log.error("%s is ended: no sign for %.0f s", front.name, front.silence_s)
                     front.popen.kill()
             looked_s = now_s
-
-
-def _leaves(errors: BaseExceptionGroup[InferError]) -> Iterator[InferError]:
-    for each in errors.exceptions:
-        if isinstance(each, BaseExceptionGroup):
-            yield from _leaves(each)
-        else:
-            yield each
