@@ -41,18 +41,7 @@ INLINE void ask(const char* line) {
 }  // namespace
 }  // namespace linear
 
-#ifndef BLOCKS_ELSEWHERE
 #include "linear_blocks.h"
-#else  // Layers in blocks have the kernels of another set, so no call of these has any.
-namespace linear {
-namespace {
-void pack_block_rows(const Call&, long) {}
-bool is_unpacked(const Call&, long) { return false; }
-const char* unpack_blocks(const Layer&, long, long, long, char*) { return nullptr; }
-void multiply_blocks(const Call&, long, const char*, long, long, long, float*, PrefetchStream, PrefetchStream) {}
-}  // namespace
-}  // namespace linear
-#endif
 
 namespace linear {
 namespace {

@@ -2,9 +2,13 @@
 // those of avx512_vnni.cpp.
 
 #define INFER_VECTORS "avx512_bf16.h"
-#define BLOCKS_ELSEWHERE 1
 #include "cpu_checks.h"
 #include "dispatch.h"
+
+#include "../block_products.h"
+
+extern const linear::BlockProducts avx512_vnni_block_products;
+#define BLOCK_PRODUCTS avx512_vnni_block_products
 
 TARGET("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni")
 
@@ -20,13 +24,10 @@ END_TARGET
 
 #include "kernel_table.h"
 
-extern const linear::Kernels avx512_vnni_blocks;
-
 namespace {
 constexpr IsaKernels kernels() {
   using attention::Pairs, attention::Strips;
   IsaKernels made = kernels_with<Pairs, attention::ByteVectors<Pairs>>("avx512_bf16", has_avx512_bf16);
-  made.blocks = &avx512_vnni_blocks;
   made.strips = attention::run_item<Strips>;
   made.write_strip = Strips::write;
   return made;

@@ -20,8 +20,5 @@ END_TARGET
 extern const linear::BlockProducts avx512_vnni_block_products;
 constexpr linear::BlockProducts avx512_vnni_block_products = linear::OWN_PRODUCTS;
 
-extern const linear::Kernels avx512_vnni_blocks;
-constexpr linear::Kernels avx512_vnni_blocks = linear::KERNELS;
-
 extern const IsaKernels avx512_vnni_kernels;
 constexpr IsaKernels avx512_vnni_kernels = float32_kernels<attention::ByteVectors>("avx512_vnni", has_avx512_vnni);
