@@ -20,8 +20,18 @@ namespace {
 
 #if VECTOR_WIDTH == 16
 constexpr int BLOCK_ROWS[] = {8, 6, 4, 3, 2, 1}, KEPT_ROWS = 4;
+#elif defined(FEW_FORMS)
+constexpr int BLOCK_ROWS[] = {4, 1}, KEPT_ROWS = 1;
 #else
 constexpr int BLOCK_ROWS[] = {4, 3, 2, 1}, KEPT_ROWS = 1;  // KEPT_ROWS: whose float sums stay in registers
+#endif
+constexpr int PANEL_PAIRS = 16 / W;  // pairs of vectors, one of each half of a panel
+
+// Few rows take a panel in one pass, so that it is read as it lies in memory.
+#ifdef FEW_FORMS
+constexpr int pairs_of_pass(int) { return 1; }
+#else
+constexpr int pairs_of_pass(int rows) { return rows <= 2 ? PANEL_PAIRS : 1; }
 #endif
 
 // The numbers of some rows times a layer in blocks. Each 32 are quantised by themselves.
@@ -345,11 +355,6 @@ struct Blocks {
   }
 };
 
-constexpr int PANEL_PAIRS = 16 / W;  // pairs of vectors, one of each half of a panel
-
-// Few rows take a panel in one pass, so that it is read as it lies in memory.
-constexpr int pairs_of_pass(int rows) { return rows <= 2 ? PANEL_PAIRS : 1; }
-
 // The first format whose products of what is unpacked are those of the format `index`.
 constexpr int unpacked_as(int index) {
   int first = 0;
@@ -360,18 +365,18 @@ constexpr int unpacked_as(int index) {
 using EveryFormat = std::make_index_sequence<NUM_BLOCK_FORMATS>;
 
 #ifndef BLOCK_PRODUCTS  // Else they are those that it names, of another set.
+template <class Own, size_t... INDEX>
+MultiplyBlocks product_of_rows(int rows, std::index_sequence<INDEX...>) {
+  MultiplyBlocks found = nullptr;
+  ((rows == BLOCK_ROWS[INDEX]
+        ? void(found = Own::template multiply<BLOCK_ROWS[INDEX], pairs_of_pass(BLOCK_ROWS[INDEX])>)
+        : void()),
+   ...);
+  return found;
+}
 template <BlockType TYPE, bool UNPACKED>
 MultiplyBlocks blocks_of_rows(int rows) {
-  using Own = Blocks<TYPE, UNPACKED>;
-  constexpr int MOST = BLOCK_ROWS[0];
-  switch (rows) {
-    case 1: return Own::template multiply<1, PANEL_PAIRS>;
-    case 2: return Own::template multiply<2, PANEL_PAIRS>;
-    case 3: return Own::template multiply<3, 1>;
-    case 4: return Own::template multiply<4, 1>;
-    case 6: return Own::template multiply<(MOST < 6 ? MOST : 6), 1>;
-    default: return Own::template multiply<MOST, 1>;
-  }
+  return product_of_rows<Blocks<TYPE, UNPACKED>>(rows, std::make_index_sequence<std::size(BLOCK_ROWS)>{});
 }
 
 template <bool UNPACKED, size_t... INDEX>

@@ -4,6 +4,7 @@
 #include "../common.h"
 
 #define VECTOR_WIDTH 4
+#define FEW_FORMS 1  // of the products of blocks: nothing here is made for speed
 
 namespace {
 
