@@ -37,13 +37,14 @@ FAILED = "the grammar of this request could not be followed any further"
 """Error of a sequence whose grammar has failed."""
 MASKS_S = 0.05
 """Maximum time that a step waits for masks, in seconds."""
-SLOW_S = 0.01
-"""CPU time of a mask, in seconds, above which its sequence counts as slow."""
 OTHERS_S = 0.003
 """Maximum time that a step waits for the masks of slow or new sequences, in seconds.
 
 A step waits once for a mask; the steps that begin while it is still being made do not wait.
 """
+SLOW_S = OTHERS_S
+"""CPU time of a mask, in seconds, above which its sequence counts as slow: one that the step would
+wait for in any case is quick."""
 _Mask = Tensor | None
 
 
