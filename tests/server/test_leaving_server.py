@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from infer.errors import ConfigError
+from infer.server import serve
 from infer.server.address import bind
 from infer.server.early_listener import listening
 from infer.server.tenancy.keys import KeyLimits, Keys
@@ -47,9 +48,10 @@ def is_open(url: str) -> bool:
     return True
 
 
-def test_newcomers_are_served_until_the_port_closes() -> None:
+def test_newcomers_are_served_until_the_port_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a server that is idle. Each answer is then the last of its connection."""
-    settings = settings_with(drain_delay_s=1.0, metrics_port=0)
+    monkeypatch.setattr(serve, "LAST_REQUESTS_S", 60.0)  # of a busy machine's seconds
+    settings = settings_with(drain_delay_s=3.0, metrics_port=0)
     with running(make_hash_llm(), settings) as (server, url, probes):
         assert get(url, "/health/ready")[0] == 200
         with connect(url) as kept, connect(url) as silent:
@@ -72,6 +74,7 @@ def test_newcomers_are_served_until_the_port_closes() -> None:
             assert get(probes, "/metrics")[0] == 200
             silent.sendall(post(max_tokens=2))  # its request was under way
             assert read_all(silent).startswith(b"HTTP/1.1 200")
+            server.handle_exit(signal.SIGTERM, None)
     assert not is_open(probes)
 
 

@@ -260,6 +260,7 @@ class Server(uvicorn.Server):
         if self._port_closes_s is not None and now_s >= self._port_closes_s:
             self._port_closes_s = None
             await self._close_port()
+            now_s = time.monotonic()  # closing serves what has come, which may take a while
             self._stays_until_s = now_s + LAST_REQUESTS_S
             self._drain_ends_s = now_s + self.settings.drain_timeout_s
         if self._drain_ends_s is None or now_s < self._stays_until_s:
