@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -22,6 +24,10 @@ _RUNTIME = tempfile.TemporaryDirectory(prefix="infer-tests-", ignore_cleanup_err
 os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
 # Nor are what servers store.
 os.environ["XDG_STATE_HOME"] = _RUNTIME.name
+
+# A shell that starts this run in the background has it ignore Ctrl-C; what tests start would, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MAX_WORKERS = 5
 """a worker has torch in its memory, and its tests start engines that have it too"""
@@ -55,6 +61,9 @@ def pytest_collection_finish() -> None:
     """What is there now stays: no collection looks at it."""
     gc.freeze()
     gc.enable()
+    if (storage := sys.modules.get("infer.runner.kv_storage")) is not None:
+        # Most of the engines here fill less than that; to prepare 64 MiB took a twentieth of a run.
+        storage.PREPARED_BYTES = 4 << 20  # type: ignore[attr-defined]
 
 
 def rooms_from(worker: int) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from infer.bench.drive import Record
 from infer.bench.engine import EngineTarget
@@ -21,6 +21,7 @@ from infer.bench.measure import BenchOptions, measure
 from infer.cli.bench import app
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import ConfigError, InferError
+from tests.support.command_line import CliRunner
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import live
 

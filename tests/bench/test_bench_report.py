@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from infer.bench import machine
 from infer.bench.drive import Record
@@ -21,6 +20,7 @@ from infer.config import EngineConfig
 from infer.engine.build.checkpoint import find_checkpoint
 from infer.errors import ConfigError
 from infer.kernels.native import bfloat16_obstacle
+from tests.support.command_line import CliRunner
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from infer import LLM
 from infer.bench.comparison import MODES, mixed, recorded
 from infer.cli.main import app as command
+from tests.support.command_line import CliRunner
 
 SEATS = 3
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from infer.cli import terminal_chat
 from infer.cli.chat_sources import (
@@ -33,6 +32,7 @@ from infer.cli.main import COMMANDS, app
 from infer.cli.terminal_chat import Chat
 from infer.config import EngineConfig
 from infer.errors import ConfigError, InferError, RequestError
+from tests.support.command_line import CliRunner
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import live
 

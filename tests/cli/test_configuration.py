@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from infer.cli.configuration import (
     MODEL,
@@ -31,6 +30,7 @@ from infer.config import MAX_SECONDS, Setting
 from infer.errors import ConfigError
 from infer.server.settings import ServerSettings
 from tests.support.cases import one_of
+from tests.support.command_line import CliRunner
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from infer.cli.main import app
 from infer.config import EngineConfig
@@ -14,6 +13,7 @@ from infer.engine.build import diagnosis
 from infer.engine.build.diagnosis import diagnose
 from infer.errors import ConfigError
 from infer.kernels import loader, native
+from tests.support.command_line import CliRunner
 
 SUBJECTS = [
     *("infer", "processor", "cores", "memory", "GPU"),

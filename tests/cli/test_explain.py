@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 
 from rich.console import Console
-from typer.testing import CliRunner
 
 from infer.cli.explain import write
 from infer.cli.main import app
 from infer.errors import InferError
+from tests.support.command_line import CliRunner
 from tests.support.doubles import make_hash_llm
 from tests.support.request_traces import (
     TRACE,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from typer.testing import CliRunner
 
 from infer.cli.main import app
 from infer.errors import LoadError
+from tests.support.command_line import CliRunner
 
 SHA = "a" * 40  # of both: a copy of a repository has the revisions of the other
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from typer import Context
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from infer.cli.configuration import KINDS
 from infer.cli.main import app
 from infer.config import EngineConfig, settings_of
 from infer.errors import ConfigError
 from infer.server.settings import ServerSettings
+from tests.support.command_line import CliRunner
 
 
 @pytest.mark.parametrize(

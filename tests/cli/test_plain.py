@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from infer.cli.explain import write
 from infer.cli.main import app, main
@@ -20,6 +19,7 @@ from infer.cli.plain import note, visible
 from infer.cli.terminal import write_stream
 from infer.errors import InferError
 from infer.types import TextDelta
+from tests.support.command_line import CliRunner
 from tests.support.request_traces import TRACE
 
 CLIPBOARD = "\x1b]52;c;cm0gLXJm\x07"

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from infer.cli.engine_state import EngineState
 from infer.cli.main import app as command
 from infer.cli.top import picture, run_top
 from infer.errors import InferError
+from tests.support.command_line import CliRunner
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import COMPLETIONS, completion_body, live
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from infer import LLM, EngineConfig, SamplingParams
 from infer.cli.main import app
@@ -22,6 +21,7 @@ from infer.schedule.drafting import Drafter
 from infer.schedule.sequence import Sequence
 from infer.types import Request, RequestOutput
 from tests.support.cases import slow_but
+from tests.support.command_line import CliRunner
 from tests.support.draft_checkpoints import write_first_layers, write_other_vocabulary
 from tests.support.eager_drafts import draft_eagerly
 from tests.support.isas import EXACT_DTYPE

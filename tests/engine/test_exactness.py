@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-from typer.testing import CliRunner
 
 from infer.cli.main import app
 from infer.config import EngineConfig, Quantization
@@ -17,6 +16,7 @@ from infer.engine.build.assemble import assemble
 from infer.engine.build.exactness import FORMATS, MODELS, cost_of, table, trade_of
 from infer.engine.build.planner import plan_for
 from infer.kernels.native import quantization_obstacle
+from tests.support.command_line import CliRunner
 
 ROOT = Path(__file__).parents[2]
 QUANTIZED = get_args(Quantization)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from infer import LLM, EngineConfig
 from infer.cli.main import app, main
@@ -24,6 +23,7 @@ from infer.kernels.loader import int8_cache_obstacle
 from infer.models.registry import parse_model_config, read_model_config
 from tests.support import gguf_files
 from tests.support.checkpoints import make_model, write_checkpoint
+from tests.support.command_line import CliRunner
 from tests.support.model_shapes import SHAPES
 
 LLAMA_3B: dict[str, Any] = {

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from infer import LLM, SamplingParams
 from infer.cli.main import app
@@ -17,6 +16,7 @@ from infer.engine.build.planner import request_defaults
 from infer.errors import ConfigError, LoadError
 from tests.support import gguf_files
 from tests.support.checkpoints import make_model, write_llama
+from tests.support.command_line import CliRunner
 
 FILE = "generation_config.json"
 SHAPE = {"num_hidden_layers": 1, "max_position_embeddings": 128}

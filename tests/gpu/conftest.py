@@ -26,6 +26,31 @@ WITHOUT_DEVICE = {"test_interpreted.py", "test_compiled.py"}
 """files whose tests need neither a device nor the interpreter"""
 
 
+def patch_language_once() -> None:
+    """Replace the functions of Triton's language by interpreted ones once, for all kernels.
+
+    The interpreter does it at each launch and, around what it has replaced already, at each call
+    of one kernel's function by another: half of its time, and calls within calls.
+    """
+    interpreter: Any = importlib.import_module("triton.runtime.interpreter")
+    replace, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
+    done: set[frozenset[int]] = set()
+
+    def patch(function: Any) -> Any:
+        used = frozenset(map(id, function.__globals__.values())) & languages
+        if used not in done:
+            done.add(used)
+            replace(function)
+        return nothing
+
+    languages = frozenset(map(id, (interpreter.tl, interpreter.tl.core)))
+    interpreter._patch_lang = patch
+
+
+if INTERPRETED and importlib.util.find_spec("triton") is not None:
+    patch_language_once()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Nothing imports Triton where its tests cannot run or are not asked for."""
     if not collection_path.name.startswith("test_"):

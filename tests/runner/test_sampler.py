@@ -40,7 +40,7 @@ def tokens(logits: torch.Tensor, *sequences: Sequence) -> list[int]:
     return [s.token_id for s in sample(logits.clone(), list(sequences))]
 
 
-def draws(logits: list[float], count: int = 4000, **params: Any) -> Counter[int]:
+def draws(logits: list[float], count: int = 1000, **params: Any) -> Counter[int]:
     rows = torch.tensor([logits]).repeat(count, 1)
     return Counter(tokens(rows, *[sequence(seed, **params) for seed in range(count)]))
 
@@ -56,7 +56,7 @@ def test_greedy_is_the_argmax_and_the_first_of_equals() -> None:
 )
 def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
     logits = [2.0, 0.0, 1.0, -9.0]
-    counts = draws(logits, **params)
+    counts = draws(logits, count=4000, **params)
     probs = torch.tensor(logits).softmax(0)
     chi2 = sum(
         (counts[i] - 4000 * p) ** 2 / (4000 * p) for i, p in enumerate(probs.tolist()) if i < 3
@@ -65,7 +65,7 @@ def test_draws_follow_the_distribution(params: dict[str, Any]) -> None:
 
 
 def test_temperature_sharpens() -> None:
-    cold = draws([1.0, 0.0], temperature=0.25)
+    cold = draws([1.0, 0.0], count=4000, temperature=0.25)
     assert cold[0] / 4000 == pytest.approx(1 / (1 + math.exp(-4)), abs=0.01)
 
 
@@ -98,7 +98,7 @@ def test_min_p_is_relative_to_the_most_probable() -> None:
 
 def test_a_flat_top_p_row_keeps_the_lowest_ids() -> None:
     """All logits are equal, so they rank by id; the probabilities of ids 0 to 57 reach 0.9."""
-    assert set(draws([0.0] * 64, top_p=0.9)) == set(range(58))
+    assert set(draws([0.0] * 64, count=4000, top_p=0.9)) == set(range(58))
 
 
 def kept_by_definition(logits: torch.Tensor, **params: Any) -> list[int]:
@@ -135,7 +135,7 @@ def test_what_is_drawn_is_what_the_definition_keeps(params: dict[str, Any], voca
     logits = torch.randn(vocab, generator=generator).mul(4).round().div(4)
     kept = kept_by_definition(logits, **params)
     assert 3 <= len(kept) <= 90
-    counts = draws(logits.tolist(), **params)
+    counts = draws(logits.tolist(), count=4000, **params)
     assert sorted(counts) == kept
     weights = logits[kept].div(params.get("temperature", 1.0)).softmax(0).mul(4000).tolist()
     chi2 = sum((counts[i] - n) ** 2 / n for i, n in zip(kept, weights, strict=True))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from infer.cli.main import app as command
 from infer.errors import ConfigError
@@ -21,6 +20,7 @@ from infer.server.observe.metrics import Metrics
 from infer.server.observe.request_trace import RequestTraces
 from infer.server.sessions.store import SessionStore
 from infer.server.tenancy.keys import KeyLimits, Keys
+from tests.support.command_line import CliRunner
 from tests.support.doubles import make_hash_llm
 from tests.support.serving import COMPLETIONS, App, completion_body, with_app
 

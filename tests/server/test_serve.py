@@ -24,7 +24,6 @@ from typing import Annotated, Any
 
 import pytest
 import typer
-from typer.testing import CliRunner
 
 from infer.cli import options
 from infer.cli.main import main
@@ -32,6 +31,7 @@ from infer.config import EngineConfig, settings_of
 from infer.errors import ConfigError
 from infer.replicas.launch import FleetSettings
 from infer.server import address, serve
+from tests.support.command_line import CliRunner
 from tests.support.doubles import make_hash_llm
 from tests.support.server_process import record
 from tests.support.serving import COMPLETIONS, completion_body, live

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from starlette.routing import Route
-from typer.testing import CliRunner
 
 from infer.cli.main import app as command
 from infer.config import EngineConfig
@@ -29,6 +28,7 @@ from infer.server.tenancy.token_bucket import Bucket
 from infer.types import Request, SamplingParams
 from infer.types.server_limits import ServerLimits
 from tests.support.checkpoints import END_ID
+from tests.support.command_line import CliRunner
 from tests.support.doubles import held_runner, make_hash_llm
 from tests.support.engines import ENGINES
 from tests.support.server_process import Findings

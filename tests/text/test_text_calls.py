@@ -50,7 +50,7 @@ from tests.support.tool_answers import (
     told_apart,
 )
 
-PAIRS_UP_TO = 90
+PAIRS_UP_TO = 64
 """Maximum length of texts that are split at every pair of places, in characters."""
 
 
