@@ -40,7 +40,6 @@ from tests.support.attention_worlds import (
     same_bits,
     whole,
 )
-from tests.support.cases import one_of
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 
@@ -89,8 +88,11 @@ def reference() -> Callable[..., Reference]:
     return make
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "isa"),
+    isas.in_turns((shape, dtype) for dtype in (F32, BF16) for shape in SHAPES),
+    indirect=["isa"],
+)
 def test_it_computes_attention(
     isa: str,
     shape: Shape,
@@ -133,8 +135,11 @@ INVARIANCE = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "lengths"), INVARIANCE, ids=str)
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "lengths", "dtype", "isa"),
+    isas.in_turns((*case, dtype) for dtype in (F32, BF16) for case in INVARIANCE),
+    indirect=["isa"],
+)
 @pytest.mark.parametrize(
     "thorough", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "each token"]
 )
@@ -165,7 +170,9 @@ SHAPED = [
 
 
 @pytest.mark.parametrize(
-    ("number", "dtype"), one_of(3, [(i, kind) for kind in (F32, BF16) for i in range(len(SHAPED))])
+    ("number", "dtype", "isa"),
+    isas.in_turns(((i, kind) for kind in (F32, BF16) for i in range(len(SHAPED))), every=4),
+    indirect=["isa"],
 )
 def test_scores_have_caps_and_slopes_and_heads_are_large(
     isa: str, number: int, dtype: torch.dtype, reference: Callable[..., Reference]

@@ -23,7 +23,6 @@ from infer.models.model_config import ModelConfig
 from infer.runner.kv_storage import KVStorage
 from tests.support import isas
 from tests.support.attention_worlds import BF16, F32, make_world, ragged, run, same_bits, whole
-from tests.support.cases import one_of
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
 
@@ -71,9 +70,9 @@ def test_heads_are_divided_like_threads() -> None:
     assert head_slices(8) == [HeadSlice(0, 8, None)]
 
 
-@pytest.mark.parametrize("isa", isas.each(loader.instruction_sets()))
 @pytest.mark.parametrize(
-    ("nodes", "held"), one_of(2, [(n, held) for n in (3, 1) for held in (F32, BF16, torch.int8)])
+    ("nodes", "held", "isa"),
+    isas.in_turns(((n, held) for n in (3, 1) for held in (F32, BF16, torch.int8)), every=4),
 )
 def test_the_same_bits_with_16_and_64_threads(
     isa: str, nodes: int, held: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ from infer.attention.sdpa import SDPABackend
 from infer.kernels import loader
 from infer.kernels.linear import Norm
 from infer.kernels.rotary import HeadNorms, QKRotation
+from tests.support import isas
 from tests.support.attention_worlds import in_order
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
@@ -28,7 +29,7 @@ def threads_as_before() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=loader.instruction_sets(), autouse=True)
+@pytest.fixture(params=isas.each(loader.instruction_sets()), autouse=True)
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(loader.ISA_VARIABLE, request.param)
 

@@ -18,7 +18,7 @@ from infer.kernels import loader
 from infer.kernels.blocks import BlockWeight
 from infer.kernels.linear import Fusion, NativeLinear
 from infer.kernels.team import pin_threads
-from tests.support.cases import one_of
+from tests.support import isas
 from tests.support.gguf_files import blocks
 
 pytestmark = pytest.mark.skipif(loader.available() is not None, reason=str(loader.available()))
@@ -231,7 +231,9 @@ def weights_of(kind: str, outputs: int, inputs: int) -> NativeLinear:
 
 
 @pytest.mark.parametrize(
-    ("kind", "nodes"), one_of(3, [(kind, n) for n in (1, 2, 3) for kind in KINDS], first=1)
+    ("kind", "nodes", "isa"),
+    isas.in_turns(((kind, n) for n in (1, 2, 3) for kind in KINDS), every=4),
+    indirect=["isa"],
 )
 def test_the_same_bits_with_16_and_64_threads(isa: str, kind: str, nodes: int) -> None:
     """Panels are split where they do not divide by the threads, and sums go on in another one."""

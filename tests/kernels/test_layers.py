@@ -29,6 +29,7 @@ from infer.models.model_config import LayerConfig, ModelConfig
 from infer.models.registry import read_model_config
 from infer.models.weights import open_checkpoint
 from infer.runner.kv_storage import KVStorage
+from tests.support import isas
 from tests.support.cases import slow_but
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
 from tests.support.model_shapes import LOOPED, SHAPES, STACKED, is_stacked
@@ -148,9 +149,10 @@ USUAL: list[tuple[str, str | None]] = [
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("case", slow_but(USUAL, QUANTIZED), ids=str)
-def test_a_stack_is_its_layers(case: tuple[str, str | None], tmp_path: Path) -> None:
-    family, quantization = case
+@pytest.mark.parametrize(
+    ("family", "quantization", "isa"), isas.in_turns(USUAL, slow=QUANTIZED), indirect=["isa"]
+)
+def test_a_stack_is_its_layers(family: str, quantization: str | None, tmp_path: Path) -> None:
     shape = {**next(iter(SHAPES[family].values())), **wide(family)}
     assert_same(make(tmp_path, family, quantization, **shape))
 
@@ -174,7 +176,11 @@ def each_its_own(config: ModelConfig) -> ModelConfig:
 
 
 @pytest.mark.usefixtures("isa")
-@pytest.mark.parametrize("family", slow_but(KINDS[::2], STACKED))
+@pytest.mark.parametrize(
+    ("family", "isa"),
+    isas.in_turns([(each,) for each in KINDS[::2]], slow=[(each,) for each in STACKED]),
+    indirect=["isa"],
+)
 def test_layers_may_differ(family: str, tmp_path: Path) -> None:
     shape = wide(family)
     model = make(tmp_path, family, changes=each_its_own, **shape)

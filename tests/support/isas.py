@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import pytest
+
 from infer.kernels import loader, native
 from tests.support import cases
 
@@ -23,3 +25,22 @@ def each(names: Iterable[str]) -> list[Any]:
     """
     here = [name for name in names if name in loader.instruction_sets()]
     return cases.slow_but(BY_DEFAULT, here)
+
+
+def in_turns(
+    values: Iterable[tuple[Any, ...]], every: int = 2, slow: Iterable[tuple[Any, ...]] = ()
+) -> list[Any]:
+    """Values of parameters, each with a set behind them: by default with every second one (or
+    `every`) of those that `each` runs by default, in turns, so that each value and each set is
+    tried. The others are `slow`, and so are all values of `slow`."""
+    here = loader.instruction_sets()
+    usual = [name for name in here if name in BY_DEFAULT]
+    every = min(every, len(usual))
+    found = []
+    for i, value in enumerate([*(tried := list(values)), *(x for x in slow if x not in tried)]):
+        for name in here:
+            is_usual = i < len(tried) and name in usual and (i + usual.index(name)) % every == 0
+            marks = () if is_usual else pytest.mark.slow
+            shown = "-".join(map(str, (*value, name)))
+            found.append(pytest.param(*value, name, marks=marks, id=shown))
+    return found

@@ -21,6 +21,8 @@ from infer.version import VERSION
 
 READ_BYTES = 16 * 1024
 """bytes that are taken from a socket at once: what the event loop does with them in one go"""
+MAX_PIECES = 16_384
+"""pieces of an answer, chunks and what comes at once; of one byte each they take 30 µs of the loop"""
 EVENTS_A_TURN = 64
 """events of the parser after which others have their turn: chunks may have one byte each"""
 JSON, EVENTS = "application/json", "text/event-stream"
@@ -130,6 +132,8 @@ class Exchange:
     async def _next_event(self) -> Any:
         assert self._reader is not None
         self._num_events += 1
+        if self._num_events > MAX_PIECES:
+            raise McpError(f"its answer comes in more than {MAX_PIECES} pieces")
         if self._num_events % EVENTS_A_TURN == 0:
             await asyncio.sleep(0)
         while (event := self._connection.next_event()) is h11.NEED_DATA:
