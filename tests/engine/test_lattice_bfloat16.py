@@ -123,7 +123,9 @@ def result_of(kind: dict[str, Any]) -> Result:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"batching_mode": "sequential", "kv_cache_backend": "slotted"},
+        pytest.param(
+            {"batching_mode": "sequential", "kv_cache_backend": "slotted"}, marks=pytest.mark.slow
+        ),
         pytest.param({"max_batch_size": 8}, marks=pytest.mark.slow),
         pytest.param({"batching_mode": "static", "max_batch_size": 3}, marks=pytest.mark.slow),
         pytest.param({"max_num_batched_tokens": 7}, marks=pytest.mark.slow),

@@ -384,7 +384,7 @@ def test_what_a_server_has_is_of_all_fronts(tmp_path: Path) -> None:
         messages = [ask(server.port, "GET", f"/v1/sessions/{name}")[2] for _ in range(4)]
         assert all(len(each["messages"]) == 2 * MANY for each in messages)
         # Two turns at the same time are refused wherever the second one comes.
-        long = {**turn, "max_tokens": 1500, "ignore_eos": True}
+        long = {**turn, "max_tokens": 700, "ignore_eos": True}
         first = threading.Thread(target=chat, args=(long,))
         first.start()
         until(lambda: ask(server.port, "GET", "/stats")[2]["running"])
