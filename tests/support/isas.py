@@ -33,12 +33,12 @@ def in_turns(
     """Values of parameters, each with a set behind them: by default with every second one (or
     `every`) of those that `each` runs by default, in turns, so that each value and each set is
     tried. The others are `slow`, and so are all values of `slow`."""
-    here = loader.instruction_sets()
-    usual = [name for name in here if name in BY_DEFAULT]
+    usual = [name for name in loader.instruction_sets() if name in BY_DEFAULT]
     every = min(every, len(usual))
+    tried = list(values)
     found = []
-    for i, value in enumerate([*(tried := list(values)), *(x for x in slow if x not in tried)]):
-        for name in here:
+    for i, value in enumerate([*tried, *(value for value in slow if value not in tried)]):
+        for name in loader.instruction_sets():
             is_usual = i < len(tried) and name in usual and (i + usual.index(name)) % every == 0
             marks = () if is_usual else pytest.mark.slow
             shown = "-".join(map(str, (*value, name)))
