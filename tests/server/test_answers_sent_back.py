@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import Any
 
@@ -17,6 +16,7 @@ from infer.text.tools.formats import FORMATS, ToolFormat, thoughts_in
 from infer.text.tools.tool_use import find_tool_use
 from tests.server.test_tool_loops import NO_TOOLS, WEATHER, saying, tokenizer_of
 from tests.support.cases import one_of
+from tests.support.ready_templates import template_of
 from tests.support.serving import CHAT, App, ask, chat_body, spelled, with_app
 from tests.support.tool_answers import told_apart
 from tests.support.tool_conversations import OWN
@@ -39,11 +39,6 @@ LONG = ToolCall("weather", json.dumps({"city": 'Ulm "é" \\', "days": [1, {"a": 
 DROP_TEXT = ("nine", "python", "llama32")
 """Templates that leave out the text of an answer with calls, as their models are trained."""
 ASKED = {"role": "user", "content": "Weather?"}
-
-
-@functools.lru_cache(2)
-def template(source: str) -> ChatTemplate:
-    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
 
 
 def sent_back(message: dict[str, Any], *more: dict[str, Any]) -> list[dict[str, Any]]:
@@ -95,7 +90,7 @@ EVERY = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.s
 @EVERY
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_answer_cut_anywhere_is_rendered(name: str, every: int) -> None:
-    found = template(TEMPLATES[name])
+    found = template_of(TEMPLATES[name])
     own = find_tool_use(found).format
     forced = forced_format(own)
     opening, closing = (f"{mark}\n" if mark else "" for mark in forced.forced)
@@ -115,7 +110,7 @@ def test_an_answer_cut_anywhere_is_rendered(name: str, every: int) -> None:
 def test_calls_cut_anywhere_are_written_where_a_template_has_none(
     way: ToolFormat, every: int
 ) -> None:
-    found = template(OWN["plain"][0])
+    found = template_of(OWN["plain"][0])
     for head in ("", "<think>Hm</think>"):
         text = head + way.write([LONG])
         for cut in range(len(way.name) % every, len(text) + 1, every):
@@ -137,7 +132,7 @@ ARGUMENTS: list[Any] = [
 )
 def test_arguments_of_any_kind_are_rendered(name: str, number: int) -> None:
     arguments = ARGUMENTS[number]
-    found = template(TEMPLATES[name])
+    found = template_of(TEMPLATES[name])
     call = {"id": "call_0", "type": "function"}
     call |= {"function": {"name": "weather", "arguments": arguments}}  # type: ignore[dict-item]
     result = {"role": "tool", "tool_call_id": "call_0", "content": "it-failed"}
@@ -153,9 +148,9 @@ def test_arguments_that_are_cut_stand_in_the_call_where_a_template_takes_text() 
     message = message_of("", FORMATS[0])
     function = {"name": "weather", "arguments": '{"city": "Ul'}
     message["tool_calls"] = [{"id": "call_0", "type": "function", "function": function}]
-    shown = template(SHOWS_TEXT).render(sent_back(message), tools=[WEATHER])
+    shown = template_of(SHOWS_TEXT).render(sent_back(message), tools=[WEATHER])
     assert '"arguments": {"city": "Ul}' in shown
-    beside = template(OWN["qwen3"][0]).render(sent_back(message), tools=[WEATHER])
+    beside = template_of(OWN["qwen3"][0]).render(sent_back(message), tools=[WEATHER])
     assert '{"city": "Ul<tool_call>\n{"name": "weather", "arguments": {}}' in beside
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from infer.text.tokenizer import Tokenizer
 from tests.support.demo_answers import demo
 from tests.support.doubles import make_hash_llm, small_text_files
+from tests.support.ready_templates import stays_ready
 from tests.support.serving import CHAT, ask, chat_body, check_refused
 
 SOURCE = (
@@ -19,9 +21,13 @@ SOURCE = (
 )
 
 
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return stays_ready(Tokenizer(replace(small_text_files(), templates={"default": SOURCE})))
+
+
 def prompt(**fields: Any) -> Any:
-    files = replace(small_text_files(), templates={"default": SOURCE})
-    llm = make_hash_llm(tokenizer=Tokenizer(files))
+    llm = make_hash_llm(tokenizer=tokenizer())
     return ask(llm, f"{CHAT}/render", chat_body(**fields))
 
 

@@ -18,6 +18,7 @@ from infer.text.chat_template import ChatTemplate
 from infer.text.role_order import in_order
 from infer.text.template_probes import find_abilities
 from tests.support.cases import over
+from tests.support.ready_templates import template_of
 from tests.support.role_orders import AGENTS, all_orders, chat_of, words_of
 from tests.support.tool_conversations import (
     END,
@@ -89,11 +90,6 @@ FORMS: dict[str, Any] = {
 }
 
 
-@cache
-def template(source: str) -> ChatTemplate:
-    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
-
-
 def chats(count: int) -> list[list[dict[str, Any]]]:
     """`count` messages with each of the two roles of rules, and a question; in every form."""
     made = []
@@ -108,7 +104,7 @@ def chats(count: int) -> list[list[dict[str, Any]]]:
 @over("count", [1, 2, 3, 4])
 @over("tools", [None, WEATHER])
 def test_every_text_is_in_the_prompt_once(name: str, count: int, tools: Any) -> None:
-    shown, joined = template(ONE[name]), "\n\n".join(RULES[:count])
+    shown, joined = template_of(ONE[name]), "\n\n".join(RULES[:count])
     assert not shown.abilities.order.takes_several_systems
     for messages in chats(count):
         text = shown.render(messages, tools=tools)
@@ -122,7 +118,7 @@ def test_every_text_is_in_the_prompt_once(name: str, count: int, tools: Any) -> 
 
 @pytest.mark.parametrize("name", ["qwen25", "qwen3", "plain", "llama32"])
 def test_a_template_that_takes_several_gets_them_as_they_are(name: str) -> None:
-    shown = template(OWN[name][0])
+    shown = template_of(OWN[name][0])
     assert shown.abilities.order.takes_several_systems
     for messages in chats(3):
         text = shown.render(messages)
@@ -134,14 +130,14 @@ def test_a_template_that_takes_several_gets_them_as_they_are(name: str) -> None:
 
 def test_without_the_role_the_text_is_the_users() -> None:
     """A template without system messages gets them in the first question, as Gemma's does."""
-    strict = template(OWN["strict"][0])
+    strict = template_of(OWN["strict"][0])
     assert not strict.abilities.order.takes_system
     for messages in chats(2):
         assert strict.render(messages) == "<user>Be kind.\n\nBe short.\n\nWeather?<assistant>"
 
 
 def in_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return in_order(messages, template(BEGINNING).abilities.order)
+    return in_order(messages, template_of(BEGINNING).abilities.order)
 
 
 def test_messages_are_not_changed_in_place() -> None:
@@ -165,7 +161,7 @@ def test_messages_are_not_changed_in_place() -> None:
 
 def test_no_text_is_continued_twice() -> None:
     messages = [{"role": "system", "content": rule} for rule in RULES[:2]]
-    text = template(BEGINNING).render(
+    text = template_of(BEGINNING).render(
         messages, add_generation_prompt=False, continue_final_message=True
     )
     assert text == "<system>Be kind.\n\nBe short."
@@ -262,7 +258,7 @@ def find_loss(shown: ChatTemplate, order: str, tools: Any, **options: Any) -> st
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_order_is_rendered_whole(name: str) -> None:
-    shown, num_orders = template(KINDS[name]), 0
+    shown, num_orders = template_of(KINDS[name]), 0
     for order in [*AGENTS.values(), *all_orders(4)]:
         if "AC" in order and name in TEXTS_BESIDE_CALLS:
             continue
@@ -275,7 +271,7 @@ def test_every_order_is_rendered_whole(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_a_further_turn_changes_nothing_before_it(name: str) -> None:
     """Also where a template takes reasoning out behind a question: a reminder is none."""
-    shown, num_turns = template(KINDS[name]), 0
+    shown, num_turns = template_of(KINDS[name]), 0
 
     @cache
     def prompt(order: str) -> str:
@@ -308,7 +304,7 @@ LATE = {
 
 @pytest.mark.parametrize("name", LATE)
 def test_a_late_system_message_stands_at_its_place(name: str) -> None:
-    text = template(KINDS[name]).render(chat_of("SUS"))
+    text = template_of(KINDS[name]).render(chat_of("SUS"))
     assert text == f"<system>0-S{LATE[name]}<assistant>"
 
 
@@ -316,12 +312,12 @@ def test_a_reminder_is_marked_once_and_an_empty_one_is_none() -> None:
     marked = "<system-reminder>be quick</system-reminder>"
     contents: list[Any] = [marked, " ", "", []]
     late = [{"role": "system", "content": content} for content in contents]
-    text = template(REFUSES_LATE).render([QUESTION, *late])
+    text = template_of(REFUSES_LATE).render([QUESTION, *late])
     assert text == f"<user>Weather?<user>{marked}<assistant>"
 
 
 def test_a_reminder_behind_a_result_takes_no_reasoning_away() -> None:
-    shown = template(FORGETS)
+    shown = template_of(FORGETS)
     assert shown.abilities.order.forgets_thoughts
     text = shown.render(chat_of("UCS", thinks=True), tools=WEATHER)
     assert "(why-1)" in text
@@ -331,7 +327,7 @@ def test_a_reminder_behind_a_result_takes_no_reasoning_away() -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_list_without_parts_is_an_empty_text(name: str) -> None:
-    shown = template(OWN[name][0])
+    shown = template_of(OWN[name][0])
     contents: tuple[Any, ...] = ([], "")
     one, other = (
         [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes."}, QUESTION]

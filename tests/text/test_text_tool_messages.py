@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from typing import Any
 
 import pytest
 
-from infer.text.chat_template import ChatTemplate
 from infer.text.template_probes import short_id
 from infer.text.tools.formats import (
     PYTHONIC,
@@ -21,6 +19,7 @@ from infer.text.tools.formats import (
 from infer.text.tools.tool_use import find_tool_use
 from tests.support.bad_histories import BAD_HISTORIES, problem
 from tests.support.cases import over
+from tests.support.ready_templates import template_of
 from tests.support.tool_conversations import (
     END,
     HERMES_CALLS,
@@ -39,18 +38,13 @@ from tests.support.tool_conversations import (
 )
 
 
-@cache
-def template(source: str) -> ChatTemplate:
-    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
-
-
 @pytest.mark.parametrize("name", OWN)
 @over("loop", LOOPS)
 def test_a_tool_loop_is_rendered(name: str, loop: str) -> None:
     if name == "strict" and loop == "a system message":
         pytest.skip("it refuses system messages, which is its right")
     messages = LOOPS[loop]
-    text = template(OWN[name][0]).render(messages, tools=WEATHER)
+    text = template_of(OWN[name][0]).render(messages, tools=WEATHER)
     cities = [city for city in ("Ulm", "Bonn", "Jena") if city in str(messages)]
     for city in cities:
         called, answered = text.find(f"{city}"), text.find(f"{city} is sunny")
@@ -66,65 +60,67 @@ def test_a_tool_loop_is_rendered(name: str, loop: str) -> None:
 @pytest.mark.parametrize("name", OWN)
 def test_the_format_is_found(name: str) -> None:
     source, way = OWN[name]
-    use = find_tool_use(template(source))
+    use = find_tool_use(template_of(source))
     assert use.format is way
     assert use.is_known is (name != "unknown")
     assert use.shows_tools is (name not in ("r1", "plain", "strict", "gemma3"))
     assert (use.warning is None) is (use.is_known and use.shows_tools)
     assert way.name in use.summary or not use.is_known
     assert (use.warning or "").isascii()
-    named = find_tool_use(template(source), "pythonic")
+    named = find_tool_use(template_of(source), "pythonic")
     assert (named.format, named.is_known) == (PYTHONIC, True)
     assert "--tool-parser" in named.summary
 
 
 def test_tools_are_shown_by_whichever_variable() -> None:
     for name, (source, _) in OWN.items():
-        text = template(source).render([QUESTION], tools=WEATHER)
+        text = template_of(source).render([QUESTION], tools=WEATHER)
         assert "weather" in text, name
-        assert "weather" not in template(source).render([QUESTION]), name
+        assert "weather" not in template_of(source).render([QUESTION]), name
 
 
 def test_an_instruction_stands_where_there_is_a_place() -> None:
     system = {"role": "system", "content": "Be kind."}
     for source, begins in ((PLAIN, "<system>Be kind.\n\nYou can call"), (R1, "<system>Be kind.")):
-        assert template(source).render([system, QUESTION], tools=WEATHER).startswith(begins)
-    text = template(PLAIN).render([QUESTION], tools=WEATHER)
+        assert template_of(source).render([system, QUESTION], tools=WEATHER).startswith(begins)
+    text = template_of(PLAIN).render([QUESTION], tools=WEATHER)
     assert text.startswith("<system>You can call")
     assert '<tool_call>\n{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}\n</tool_call>' in text
-    text = template(STRICT).render([QUESTION], tools=WEATHER)
+    text = template_of(STRICT).render([QUESTION], tools=WEATHER)
     assert text.startswith("<user>You can call")
     assert text.endswith("\n\nWeather?<assistant>")
-    assert "<｜tool▁sep｜>NAME" in template(R1).render([QUESTION], tools=WEATHER)
+    assert "<｜tool▁sep｜>NAME" in template_of(R1).render([QUESTION], tools=WEATHER)
 
 
 def test_a_null_beside_calls_is_empty_text_or_null() -> None:
     messages = LOOPS["one turn"]
-    assert "<assistant><tool_call>" in template(QWEN3).render(messages, tools=WEATHER)
-    assert "<assistant><tool_call>" in template(NULL_IS_PRINTED).render(messages, tools=WEATHER)
-    assert 'weather\n```json\n{"city": "Ulm"}\n```' in template(R1).render(messages, tools=WEATHER)
-    style = template(R1).abilities.calls
+    assert "<assistant><tool_call>" in template_of(QWEN3).render(messages, tools=WEATHER)
+    assert "<assistant><tool_call>" in template_of(NULL_IS_PRINTED).render(messages, tools=WEATHER)
+    assert 'weather\n```json\n{"city": "Ulm"}\n```' in template_of(R1).render(
+        messages, tools=WEATHER
+    )
+    style = template_of(R1).abilities.calls
     assert style is not None
     assert (style.content, style.arguments_are_text, style.takes_content) == (None, True, False)
 
 
 def test_where_a_template_shows_one_or_the_other_two_messages_show_both() -> None:
-    text = template(R1).render(LOOPS["text beside a call"], tools=WEATHER)
+    text = template_of(R1).render(LOOPS["text beside a call"], tools=WEATHER)
     assert text.index("<assistant>I shall look.") < text.index("weather\n```json")
 
 
 def test_calls_one_at_a_time_have_their_results_behind_them() -> None:
     messages = LOOPS["two calls at once"]
-    text = template(OWN["llama32"][0]).render(messages, tools=WEATHER)
+    text = template_of(OWN["llama32"][0]).render(messages, tools=WEATHER)
     places = [text.index(f'"city": "{city}"') for city in ("Ulm", "Bonn")]
     results = [text.index(f"{city} is sunny") for city in ("Ulm", "Bonn")]
     assert places[0] < results[0] < places[1] < results[1]
     reordered = [*messages[:2], messages[3], messages[2]]
-    assert template(OWN["llama32"][0]).render(reordered, tools=WEATHER) == text
+    assert template_of(OWN["llama32"][0]).render(reordered, tools=WEATHER) == text
 
 
 def test_ids_of_nine_characters() -> None:
-    text = template(NINE).render(LOOPS["two calls at once"], tools=WEATHER)
+    text = template_of(NINE).render(LOOPS["two calls at once"], tools=WEATHER)
     first, second = (short_id(made_call(i, "x")["id"]) for i in (0, 1))
     assert first != second
     assert len(first) == 9
@@ -135,15 +131,15 @@ def test_ids_of_nine_characters() -> None:
 
 def test_results_as_text_of_the_user() -> None:
     messages = [*LOOPS["two calls at once"], {"role": "user", "content": "And?"}]
-    text = template(STRICT).render(messages, tools=WEATHER)
+    text = template_of(STRICT).render(messages, tools=WEATHER)
     assert "<user><tool_response>\nUlm is sunny\n</tool_response>\n<tool_response>\nBonn" in text
     assert text.endswith("</tool_response>\nAnd?<assistant>")
 
 
 def test_content_in_parts_where_a_template_shows_nothing_else() -> None:
     source = LOOP + "<{{ m.role }}>{% for p in m.content %}{{ p.text }}{% endfor %}" + END
-    assert template(source).render([QUESTION]) == "<user>Weather?<assistant>"
-    text = template(source).render(LOOPS["one turn"], tools=WEATHER)
+    assert template_of(source).render([QUESTION]) == "<user>Weather?<assistant>"
+    text = template_of(source).render(LOOPS["one turn"], tools=WEATHER)
     assert 0 <= text.find('"city": "Ulm"') < text.find("Ulm is sunny")
 
 
@@ -156,12 +152,12 @@ def test_a_result_behind_a_message_without_text() -> None:
             {"role": "tool", "content": "sunny"},
         ]
         source = LOOP + "<{{ m.role }}>{{ m.content if m.role != 'tool' }}" + END
-        assert "<tool_response>\nsunny" in template(source).render(messages)
+        assert "<tool_response>\nsunny" in template_of(source).render(messages)
 
 
 def test_results_have_the_name_of_their_function() -> None:
     source = LOOP + "{{ m.name }}:{{ m.content }}" + HERMES_CALLS + "{% endfor %}"
-    assert "weather:Ulm is sunny" in template(source).render(LOOPS["one turn"])
+    assert "weather:Ulm is sunny" in template_of(source).render(LOOPS["one turn"])
 
 
 def test_arguments_may_be_text_or_an_object() -> None:
@@ -173,7 +169,7 @@ def test_arguments_may_be_text_or_an_object() -> None:
         LOOPS["one turn"][2],
     ]
     for source, _ in OWN.values():
-        one = template(source)
+        one = template_of(source)
         shown = [
             one.render(each, tools=WEATHER, datetime="now") for each in (LOOPS["one turn"], other)
         ]
@@ -188,7 +184,7 @@ def without_time(prompt: str) -> str:
 @pytest.mark.parametrize("name", OWN)
 def test_calls_and_results_that_do_not_belong_together(name: str, history: str) -> None:
     """Nothing is refused or lost, and a further turn changes nothing before it."""
-    found = template(OWN[name][0])
+    found = template_of(OWN[name][0])
     messages = BAD_HISTORIES[history]
     for tools in (None, WEATHER):
         prompt = without_time(found.render(messages, tools=tools))

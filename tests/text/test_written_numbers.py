@@ -9,8 +9,8 @@ import pytest
 
 from infer.server.openai import schema_base
 from infer.server.openai.chat import ChatBody, plain_messages
-from infer.text.chat_template import ChatTemplate
 from infer.text.tools.written_numbers import has_own_form
+from tests.support.ready_templates import template_of
 from tests.support.tool_conversations import OWN
 
 NUMBERS = ["1e5", "2.50", "-0", "-0.0", "1E+2", "0.10", "1.0e-7", "100000000000000000000.5"]
@@ -34,8 +34,7 @@ def prompt_of(source: str, arguments: str) -> str:
         {"role": "tool", "tool_call_id": "abcdefghi", "content": "y"},
     ]
     wire = schema_base.read(ChatBody, {"messages": messages, "tools": [TOOL]})
-    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
-    return template.render(plain_messages(wire), tools=[TOOL])
+    return template_of(source).render(plain_messages(wire), tools=[TOOL])
 
 
 @pytest.mark.parametrize("name", OWN)
