@@ -32,7 +32,7 @@ from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import ToolFormat
 from tests.support.checkpoints import END_ID, write_tokenizer
-from tests.support.doubles import limits_of, make_hash_core
+from tests.support.hash_engine import limits_of, make_hash_core
 from tests.support.published_templates import LOADED, SPECIAL, templates
 
 CITIES = ("Ulm", "Bonn", "Jena")

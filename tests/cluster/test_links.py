@@ -31,8 +31,8 @@ from infer.replicas.socket_link import link_items
 from infer.types import Request, SamplingParams, StepOutput, TokenLogprobs
 from infer.types.step_events import StepEvents
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import solo
 from tests.support.fleet_replicas import Caller, HashReplica
+from tests.support.hash_engine import solo
 from tests.support.linked_engines import LinkedEngine, Wire, over, remote, wait_until
 from tests.support.virtual_time import run_in_virtual_time
 

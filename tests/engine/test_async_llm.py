@@ -15,7 +15,8 @@ from infer.engine.client.mailbox import MailboxLimits, OpenRequest
 from infer.errors import EngineDeadError, EngineError, OverloadedError
 from infer.types import Request
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import core_of, make_hash_llm, small_tokenizer, solo
+from tests.support.doubles import core_of, make_hash_llm, small_tokenizer
+from tests.support.hash_engine import solo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 

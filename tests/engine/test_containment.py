@@ -19,8 +19,9 @@ from infer.errors import ConfigError, EngineError, LoadError
 from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
 from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import HashRunner, launch_hash_llm, make_hash_core, pid_of, solo
+from tests.support.doubles import launch_hash_llm, pid_of
 from tests.support.faults import Faults, FaultyCore, fill_with_nan
+from tests.support.hash_engine import HashRunner, make_hash_core, solo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

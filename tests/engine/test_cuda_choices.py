@@ -22,7 +22,7 @@ from infer.kernels import cuda
 from infer.kernels.invariance import invariant_sizes
 from infer.kernels.linear import Fusion, PlainLinear
 from infer.models.model_config import ModelConfig
-from tests.support.doubles import make_hash_core
+from tests.support.hash_engine import make_hash_core
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 DEVICES = {"auto": "cuda", "cpu": "cpu", "cuda": "cuda", "cuda:0": "cuda:0", "cuda:1": "cuda:1"}

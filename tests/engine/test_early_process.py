@@ -18,7 +18,7 @@ from infer.replicas.process_transport import ProcessTransport
 from infer.replicas.spawned import EarlyProcess, Spawned
 from infer.text.checkpoint_text import TextFiles
 
-FACTORY = "tests.support.doubles:hash_blueprint"
+FACTORY = "tests.support.hash_engine:hash_blueprint"
 
 
 def test_the_first_engine_takes_it() -> None:

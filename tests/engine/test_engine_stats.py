@@ -24,7 +24,8 @@ from infer.types.engine_stats import (
     RequestCounters,
 )
 from infer.types.stats_summary import summary_of, wait_bucket, wait_percentile
-from tests.support.doubles import launch_hash_llm, make_hash_core, make_hash_llm, pid_of, replica_of
+from tests.support.doubles import launch_hash_llm, make_hash_llm, pid_of, replica_of
+from tests.support.hash_engine import make_hash_core
 
 COUNTERS = tuple(field.name for field in msgspec.structs.fields(EngineCounters))
 TABLES = ("num_accepted_at", "num_finished", "wait_counts")

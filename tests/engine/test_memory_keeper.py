@@ -14,7 +14,7 @@ from infer.memory_pressure import MARGIN_BYTES, PRESSED_BYTES, MemoryRoom, margi
 from infer.schedule.page_allocator import PageAllocator, Run
 from infer.schedule.scheduler import Scheduler
 from infer.types import Request, SamplingParams
-from tests.support.doubles import HashRunner, solo
+from tests.support.hash_engine import HashRunner, solo
 
 PAGE, VOCAB, LENGTH = 4, 97, 80
 GIB = 1 << 30

@@ -70,7 +70,8 @@ from infer.types.step_events import (
     StepEvents,
 )
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import launch_hash_llm, pid_of, replica_of, solo
+from tests.support.doubles import launch_hash_llm, pid_of, replica_of
+from tests.support.hash_engine import solo
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -437,7 +438,7 @@ def test_a_model_that_does_not_exist() -> None:
 def test_a_host_of_links_begins_a_generation_only_when_the_process_has_ended_the_one_before() -> (
     None
 ):
-    process = ProcessTransport("tests.support.doubles:hash_blueprint", {})
+    process = ProcessTransport("tests.support.hash_engine:hash_blueprint", {})
     process.begin()
     ready = process.wait(lambda text: None)
     replica = Replica("engine", ready.limits, process, ready=ready)

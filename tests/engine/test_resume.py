@@ -23,7 +23,8 @@ from infer.replicas.journal import RequestJournal
 from infer.types import FinishReason, Request, RequestOutput, StepOutput
 from tests.support.cases import slow_but
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import launch_hash_llm, make_hash_core, pid_of, solo
+from tests.support.doubles import launch_hash_llm, pid_of
+from tests.support.hash_engine import make_hash_core, solo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 PROMPTS = ["Once upon a time", "One day, a little bird", "7 + 5 ="]

@@ -20,8 +20,9 @@ from infer.replicas.replica import Replica
 from infer.replicas.socket_link import SocketLink, serve_link
 from infer.types import Request, SamplingParams
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import process_id, solo, start_hash_engines
+from tests.support.doubles import process_id, start_hash_engines
 from tests.support.fleet_replicas import Caller
+from tests.support.hash_engine import solo
 from tests.support.linked_engines import wait_until
 
 

@@ -20,10 +20,11 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.replicas.child import STANDBY_NAME
 from infer.replicas.standby import ENDS_BELOW, Standby
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import launch_hash_llm, pid_of, process_id, replica_of, solo
+from tests.support.doubles import launch_hash_llm, pid_of, process_id, replica_of
+from tests.support.hash_engine import solo
 
 ROOT = Path(__file__).parents[2]
-FACTORY = "tests.support.doubles:hash_blueprint"
+FACTORY = "tests.support.hash_engine:hash_blueprint"
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
@@ -235,7 +236,7 @@ PARENT = textwrap.dedent(
     import asyncio, time
     from infer.replicas.standby import Standby
     from tests.support.doubles import launch_hash_llm
-    standby = Standby("tests.support.doubles:hash_blueprint")
+    standby = Standby("tests.support.hash_engine:hash_blueprint")
     llm = launch_hash_llm(standby=standby)
     async def main():
         await llm.start()

@@ -15,7 +15,8 @@ import pytest
 from infer import SamplingParams
 from infer.engine.client.async_llm import AsyncLLM
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import launch_hash_llm, pid_of, solo
+from tests.support.doubles import launch_hash_llm, pid_of
+from tests.support.hash_engine import solo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 HANG_S = 1.8

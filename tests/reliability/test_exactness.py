@@ -14,8 +14,8 @@ from infer import LLM, SamplingParams
 from infer.engine.core import EngineCore
 from infer.types import ErrorRecord, FinishReason, Request
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import make_hash_core, solo
 from tests.support.faults import Faults, FaultyCore
+from tests.support.hash_engine import make_hash_core, solo
 from tests.support.server_process import Findings
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True)

@@ -28,7 +28,7 @@ from infer.server.http.json_body import MAX_BODY_BYTES
 from infer.server.openai.chat import ChatBody
 from infer.types.server_limits import ServerLimits
 from tests.support.cases import over
-from tests.support.doubles import VOCAB_SIZE
+from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.engines import COMMANDS, ENGINES
 from tests.support.frozen_heap import frozen_heap
 from tests.support.server_process import Findings, Served, model_server, served

@@ -29,8 +29,8 @@ from infer.server.tenancy.local_limits import LocalLimits
 from infer.types import Request, StepOutput
 from infer.types.step_events import StepEvents
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import solo
 from tests.support.fleet_replicas import Caller, HashReplica
+from tests.support.hash_engine import solo
 from tests.support.server_process import Findings
 from tests.support.virtual_time import run_in_virtual_time
 

@@ -25,7 +25,7 @@ from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
 from infer.types import FinishReason, StepOutput
-from tests.support.doubles import HashRunner, solo
+from tests.support.hash_engine import HashRunner, solo
 from tests.support.server_process import Findings
 from tests.support.workloads import MAX_STEPS, VOCAB_SIZE, Workload
 

@@ -23,7 +23,7 @@ from infer.schedule.scheduler import Scheduler
 from infer.schedule.sequence import Plan, Sampled
 from infer.schedule.step_planner import StepPlanner
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
-from tests.support.doubles import AheadHashRunner, Landed, make_hash_core, solo
+from tests.support.hash_engine import AheadHashRunner, Landed, make_hash_core, solo
 from tests.support.workloads import Seen, Workload
 
 NUM_WORKLOADS = 300

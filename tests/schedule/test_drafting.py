@@ -16,16 +16,16 @@ from infer.schedule.drafting import Drafter
 from infer.schedule.sequence import Plan, Sampled, Sequence
 from infer.schedule.speculation import Speculator
 from infer.types import FinishReason, Request, SamplingParams
-from tests.support import doubles
+from tests.support import hash_engine
 from tests.support.cases import over, slow_but
-from tests.support.doubles import (
+from tests.support.eager_drafts import draft_eagerly
+from tests.support.hash_engine import (
     HashDraftRunner,
     drafts_of,
     make_hash_core,
     make_hash_drafter,
     solo,
 )
-from tests.support.eager_drafts import draft_eagerly
 from tests.support.workloads import VOCAB_SIZE, Workload
 
 SETTINGS = SpeculativeConfig(method="draft_model", model="m", num_speculative_tokens=5)
@@ -202,7 +202,7 @@ def test_a_model_that_agrees_saves_steps(temperature: float) -> None:
     asked = request(temperature=temperature)
     core.add(asked)
     outputs = core.outputs_until_complete()
-    assert [output.token_id for output in outputs] == solo(asked, doubles.VOCAB_SIZE)
+    assert [output.token_id for output in outputs] == solo(asked, hash_engine.VOCAB_SIZE)
     counters = core.stats().counters
     assert counters.num_accepted_tokens == counters.num_draft_tokens > 30
     assert counters.num_steps < 12
@@ -249,17 +249,17 @@ def test_nothing_is_drafted_where_it_must_not_be() -> None:
     asked = request()
     core.add(asked)
     outputs = core.outputs_until_complete()
-    assert [output.token_id for output in outputs] == solo(asked, doubles.VOCAB_SIZE)
+    assert [output.token_id for output in outputs] == solo(asked, hash_engine.VOCAB_SIZE)
     assert 0 < core.stats().counters.num_draft_tokens <= 4
 
 
 @pytest.mark.usefixtures("eager")
 def test_a_token_that_the_draft_model_does_not_know_is_not_given_to_it() -> None:
-    wanted = {"a": solo(request(), doubles.VOCAB_SIZE)}
+    wanted = {"a": solo(request(), hash_engine.VOCAB_SIZE)}
     num_known = max(wanted["a"][:6]) + 1
     assert max(wanted["a"]) >= num_known
     asked = [request("a"), dataclasses.replace(request("b"), prompt_token_ids=(5, num_known))]
-    wanted["b"] = solo(asked[1], doubles.VOCAB_SIZE)
+    wanted["b"] = solo(asked[1], hash_engine.VOCAB_SIZE)
     drafter = make_hash_drafter(num_known)
     core = make_hash_core(speculative=SETTINGS, drafter=drafter)
     seen: list[int] = []
@@ -299,7 +299,7 @@ def test_a_draft_model_that_fails_is_given_up() -> None:
     asked = request()
     core.add(asked)
     outputs = core.outputs_until_complete()
-    assert [output.token_id for output in outputs] == solo(asked, doubles.VOCAB_SIZE)
+    assert [output.token_id for output in outputs] == solo(asked, hash_engine.VOCAB_SIZE)
     assert vars(drafter)["_runner"].num_calls == 4 + 3
     assert drafter.allocator.num_free == drafter.allocator.num_usable
 
@@ -309,7 +309,7 @@ def test_a_prediction_goes_before_the_draft_model() -> None:
     drafter = make_hash_drafter(wrong=lambda cell: True)
     core = make_hash_core(speculative=SETTINGS, drafter=drafter)
     asked = request()
-    wanted = solo(asked, doubles.VOCAB_SIZE)
+    wanted = solo(asked, hash_engine.VOCAB_SIZE)
     core.add(dataclasses.replace(asked, prediction_token_ids=tuple(wanted)))
     outputs = core.outputs_until_complete()
     assert [output.token_id for output in outputs] == wanted
@@ -382,7 +382,7 @@ def timed_core(
     """A core and a draft model whose steps take a time by their rows, on a clock of their own."""
     now_s = 0.0
 
-    class Timed(doubles.HashRunner):
+    class Timed(hash_engine.HashRunner):
         def execute(self, plan: Plan) -> Any:
             nonlocal now_s
             now_s += cost_ms(sum(chunk.num_rows for chunk in plan)) / 1000
@@ -440,7 +440,7 @@ def test_drafting_pays_or_is_off(
         for output in core.outputs_until_complete():
             found[output.request_id].append(output.token_id)
         for each in asked[:3]:
-            assert found[each.request_id] == solo(each, doubles.VOCAB_SIZE)
+            assert found[each.request_id] == solo(each, hash_engine.VOCAB_SIZE)
         times.append(clock())
     if right and is_cheap:
         assert times[1] < times[0] / 1.8

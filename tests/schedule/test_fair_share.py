@@ -11,7 +11,7 @@ from infer.engine.core import EngineCore
 from infer.schedule.fair_share import FairShare
 from infer.types import Request, SamplingParams
 from infer.types.step_events import ComputedChunk
-from tests.support.doubles import HashRunner, make_hash_core, solo
+from tests.support.hash_engine import HashRunner, make_hash_core, solo
 
 names = (f"t{i}" for i in itertools.count())
 

@@ -17,7 +17,7 @@ from infer.schedule import invariants, step_planner
 from infer.schedule.policy import MAX_IDLE_STEPS
 from infer.schedule.sequence import ARRIVALS_PER_PRIORITY, Sequence
 from infer.types import Request, SamplingParams
-from tests.support.doubles import make_hash_core
+from tests.support.hash_engine import make_hash_core
 
 names = (f"f{i}" for i in itertools.count())
 

@@ -11,7 +11,7 @@ from infer.config import SCHEDULER_POLICIES
 from infer.engine.core import EngineCore
 from infer.errors import OverloadedError, RequestError
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
-from tests.support.doubles import make_hash_core, solo
+from tests.support.hash_engine import make_hash_core, solo
 
 names = (f"q{i}" for i in itertools.count())
 

@@ -9,7 +9,7 @@ import pytest
 from infer.config import SCHEDULER_POLICIES
 from infer.engine.core import EngineCore
 from infer.types import FinishReason, Request, SamplingParams
-from tests.support.doubles import make_hash_core, solo
+from tests.support.hash_engine import make_hash_core, solo
 
 PREFIX = tuple(random.Random(0).randrange(90) for _ in range(1024))
 GREEDY = SamplingParams(temperature=0)

@@ -19,8 +19,8 @@ from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.sequence import Chunk, Plan, Sampled
 from infer.schedule.speculation import Speculator
 from infer.types import FinishReason, Request, SamplingParams
-from tests.support import doubles
-from tests.support.doubles import make_hash_core, solo
+from tests.support import hash_engine
+from tests.support.hash_engine import make_hash_core, solo
 from tests.support.workloads import VOCAB_SIZE, Workload
 
 SETTINGS = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
@@ -114,7 +114,7 @@ def accepts_everything(patch: pytest.MonkeyPatch) -> None:
             if chunk.samples
         ]
 
-    patch.setattr(doubles, "verified", verified)
+    patch.setattr(hash_engine, "verified", verified)
 
 
 def keeps_one_computed_too_many(patch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def request(name: str = "r", **values: Any) -> Request:
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 def test_another_engine_goes_on_in_the_middle_of_an_accepted_run(num_steps: int) -> None:
     asked = request()
-    wanted = solo(asked, doubles.VOCAB_SIZE)
+    wanted = solo(asked, hash_engine.VOCAB_SIZE)
     full = [*asked.prompt_token_ids, *wanted]
 
     def propose(index: NgramIndex, tokens: list[int], count: int) -> tuple[int, ...]:
@@ -236,7 +236,7 @@ def test_a_request_may_switch_speculation_off() -> None:
 
 
 def test_a_step_that_fails_only_with_proposals_is_repeated_without() -> None:
-    class Fragile(doubles.HashRunner):
+    class Fragile(hash_engine.HashRunner):
         def execute(self, plan: Plan) -> Any:
             if any(chunk.proposed for chunk in plan):
                 raise MemoryError
@@ -248,7 +248,7 @@ def test_a_step_that_fails_only_with_proposals_is_repeated_without() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NgramIndex, "propose", lambda *_: (1, 2))
         outputs = core.outputs_until_complete()
-    assert [output.token_id for output in outputs] == solo(asked, doubles.VOCAB_SIZE)
+    assert [output.token_id for output in outputs] == solo(asked, hash_engine.VOCAB_SIZE)
     core.scheduler.check()
 
 
@@ -307,7 +307,7 @@ def test_a_prediction_is_followed_from_its_beginning_and_found_again() -> None:
 @pytest.mark.parametrize("right", [True, False])
 def test_a_prediction_saves_steps_where_it_is_right(right: bool) -> None:
     asked = Request("r", (5, 6, 7), SamplingParams(temperature=0), 1, 60)
-    wanted = solo(asked, doubles.VOCAB_SIZE)
+    wanted = solo(asked, hash_engine.VOCAB_SIZE)
     text = tuple(wanted if right else [wanted[0], *(token + 1 for token in wanted[1:])])
     core = make_hash_core(speculative=SETTINGS)
     core.add(dataclasses.replace(asked, prediction_token_ids=text))
@@ -374,7 +374,7 @@ def timed_core(cost_ms: Callable[[int], float], **settings: Any) -> Any:
     """A core whose steps take a time by the number of their rows, on a clock of its own."""
     now_s = 0.0
 
-    class Timed(doubles.HashRunner):
+    class Timed(hash_engine.HashRunner):
         rows: list[int]
 
         def execute(self, plan: Plan) -> Any:
@@ -404,7 +404,7 @@ def test_speculation_pays_or_is_off(
 ) -> None:
     """On a virtual clock: cheap rows that are right save time, and nothing ever costs much."""
     asked = Request("r", (5, 6, 7), SamplingParams(temperature=0, max_tokens=800), 1, 800)
-    full = [5, 6, 7, *solo(asked, doubles.VOCAB_SIZE)]
+    full = [5, 6, 7, *solo(asked, hash_engine.VOCAB_SIZE)]
 
     def propose(index: NgramIndex, tokens: list[int], count: int) -> tuple[int, ...]:
         shift = 0 if right else 1
@@ -430,7 +430,7 @@ def test_rows_in_groups_lose_little() -> None:
         Request(f"{i}", (5, 6, i), SamplingParams(temperature=0, max_tokens=600), 1, 600)
         for i in range(16)
     ]
-    full = {each.prompt_token_ids: solo(each, doubles.VOCAB_SIZE) for each in asked}
+    full = {each.prompt_token_ids: solo(each, hash_engine.VOCAB_SIZE) for each in asked}
 
     def propose(index: NgramIndex, tokens: list[int], count: int) -> tuple[int, ...]:
         (token,) = full[tuple(tokens[:3])][len(tokens) - 3 :][:1] or [0]

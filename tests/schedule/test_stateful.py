@@ -24,7 +24,7 @@ from infer.errors import OverloadedError, RequestError
 from infer.schedule.page_allocator import PageAllocator, PageTable
 from infer.schedule.scheduler import Scheduler
 from infer.types import Request, SamplingParams
-from tests.support.doubles import HashRunner, solo
+from tests.support.hash_engine import HashRunner, solo
 
 VOCAB_SIZE = 97
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=14)

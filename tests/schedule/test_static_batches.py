@@ -16,7 +16,7 @@ from infer.errors import ConfigError
 from infer.schedule import static_batches as static_batches_module
 from infer.types import Request, SamplingParams
 from infer.types.step_events import Admitted, BatchEnded, BatchFormed
-from tests.support.doubles import make_hash_core
+from tests.support.hash_engine import make_hash_core
 
 NUM_WORKLOADS = 2000
 NUM_QUICK = 60

@@ -16,7 +16,7 @@ from infer.engine.core import EngineCore
 from infer.schedule.sequence import Plan, Sampled
 from infer.schedule.step_budget import MIN_CHUNK
 from infer.types import Request, SamplingParams
-from tests.support.doubles import make_hash_core
+from tests.support.hash_engine import make_hash_core
 
 GREEDY = SamplingParams(temperature=0)
 BOUND_MS = 40.0

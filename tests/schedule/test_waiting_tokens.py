@@ -17,13 +17,8 @@ from infer.engine.client.async_llm import waiting_tokens_error
 from infer.errors import OverloadedError
 from infer.requests.state import RequestStates
 from infer.types import Request, SamplingParams
-from tests.support.doubles import (
-    launch_hash_llm,
-    limits_of,
-    make_hash_core,
-    make_hash_llm,
-    pid_of,
-)
+from tests.support.doubles import launch_hash_llm, make_hash_llm, pid_of
+from tests.support.hash_engine import limits_of, make_hash_core
 
 TEN_TOKENS = SamplingParams(max_tokens=10, ignore_eos=True)
 

@@ -17,7 +17,8 @@ import pytest
 from infer.engine.client.async_llm import AsyncLLM
 from infer.schedule.sequence import Plan, Sequence, Status
 from tests.support.cases import slow_but
-from tests.support.doubles import HashRunner, core_of, make_hash_llm, thread_of
+from tests.support.doubles import core_of, make_hash_llm, thread_of
+from tests.support.hash_engine import HashRunner
 from tests.support.serving import COMPLETIONS, App, Reply, completion_body, with_app
 
 WORDS = "once upon a time there was a fox"

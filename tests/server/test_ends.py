@@ -11,7 +11,8 @@ from infer.server.observe import metrics
 from infer.types import FinishReason
 from infer.types.ends import DISCONNECTED, NORMAL_OUTCOMES, end_of, outcome_of
 from infer.types.engine_stats import RequestCounters
-from tests.support.doubles import make_hash_core, make_hash_llm
+from tests.support.doubles import make_hash_llm
+from tests.support.hash_engine import make_hash_core
 from tests.support.serving import COMPLETIONS, completion_body, scripted, serving, spelled
 
 

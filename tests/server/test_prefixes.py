@@ -16,7 +16,8 @@ from infer.errors import ConfigError
 from infer.schedule.sequence import Plan
 from infer.server.generation import CONVERSATIONS
 from infer.types import Request, SamplingParams
-from tests.support.doubles import HashRunner, make_hash_llm, small_tokenizer, solo
+from tests.support.doubles import make_hash_llm, small_tokenizer
+from tests.support.hash_engine import HashRunner, solo
 from tests.support.serving import (
     CHAT,
     COMPLETIONS,

@@ -15,7 +15,8 @@ from infer.cli.explain import write
 from infer.schedule.sequence import Plan
 from infer.server.observe.request_trace import NUM_GAPS
 from infer.types.server_limits import ServerLimits
-from tests.support.doubles import HashRunner, held_runner, launch_hash_llm, make_hash_llm
+from tests.support.doubles import held_runner, launch_hash_llm, make_hash_llm
+from tests.support.hash_engine import HashRunner
 from tests.support.serving import (
     CHAT,
     COMPLETIONS,

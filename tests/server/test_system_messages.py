@@ -13,7 +13,8 @@ from infer.engine.llm import LLM
 from infer.text.tokenizer import Tokenizer
 from infer.text.untrusted.workers import run_steps
 from infer.types import SamplingParams
-from tests.support.doubles import make_hash_llm, small_text_files
+from tests.support.doubles import make_hash_llm
+from tests.support.hash_engine import small_text_files
 from tests.support.serving import CHAT, App, chat_body, with_app
 
 SOURCE = (

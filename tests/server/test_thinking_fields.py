@@ -11,7 +11,8 @@ import pytest
 
 from infer.text.tokenizer import Tokenizer
 from tests.support.demo_answers import demo
-from tests.support.doubles import make_hash_llm, small_text_files
+from tests.support.doubles import make_hash_llm
+from tests.support.hash_engine import small_text_files
 from tests.support.ready_templates import stays_ready
 from tests.support.serving import CHAT, ask, chat_body, check_refused
 

@@ -21,7 +21,8 @@ from infer.text.untrusted.workers import run_steps
 from infer.types import FinishReason, StepOutput, TextDelta, TokenLogprobs
 from tests.support.cases import slow_but
 from tests.support.checkpoints import END_ID, write_tokenizer
-from tests.support.doubles import small_text_files, small_tokenizer
+from tests.support.doubles import small_tokenizer
+from tests.support.hash_engine import small_text_files
 from tests.support.ready_templates import stays_ready
 from tests.support.serving import BODIES, CHAT, COMPLETIONS, ask, chat_body, scripted, spelled
 

@@ -20,7 +20,8 @@ from infer.server.openai.schema_base import read
 from infer.server.openai.truncation import Dropped, Fitted, droppable, fitted
 from infer.text.tokenizer import Tokenizer
 from infer.text.untrusted.workers import Steps, run_steps
-from tests.support.doubles import make_hash_llm, small_text_files
+from tests.support.doubles import make_hash_llm
+from tests.support.hash_engine import small_text_files
 from tests.support.serving import CHAT, COMPLETIONS, App, ask, chat_body, check_refused, with_app
 
 SIZE = 512

@@ -21,7 +21,7 @@ from infer.server.tenancy.local_limits import LocalLimits
 from infer.text.tokenizer import Tokenizer
 from infer.text.untrusted.workers import Answer, Job, UntrustedWorkers
 from infer.types.grammar import Grammar
-from tests.support.doubles import limits_of, make_hash_core, small_text_files
+from tests.support.hash_engine import limits_of, make_hash_core, small_text_files
 from tests.support.serving import CHAT, COMPLETIONS, App, chat_body, completion_body, with_app
 from tests.support.stopped import go_on, stop
 from tests.support.tenants import make

@@ -17,7 +17,7 @@ from infer.engine.loop import Blueprint
 from infer.errors import ConfigError, LoadError
 from infer.schedule.sequence import NOT_FINITE, Plan, Sampled
 from infer.types import Request
-from tests.support.doubles import HashRunner, hash_blueprint
+from tests.support.hash_engine import HashRunner, hash_blueprint
 
 
 def talkative(settings: dict[str, Any]) -> Blueprint:

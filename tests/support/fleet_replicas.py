@@ -17,7 +17,7 @@ from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_stats import EngineCounters, EngineStats
 from infer.types.fingerprint import Fingerprint
 from infer.types.step_events import StepEvents
-from tests.support.doubles import limits_of, make_hash_core
+from tests.support.hash_engine import limits_of, make_hash_core
 
 EQUAL = Fingerprint(model="model", numbers="numbers")
 

@@ -14,7 +14,7 @@ import msgspec
 from infer.engine.core import EngineCore
 from infer.replicas.router import ReplicaLoad, Router
 from infer.types import Request, StepOutput
-from tests.support.doubles import limits_of, make_hash_core
+from tests.support.hash_engine import limits_of, make_hash_core
 
 COSTS_S = (10e-3, 3e-4, 3e-4)
 """seconds of a step, of each prompt token and of each sequence in it"""

@@ -36,7 +36,8 @@ from infer.server.settings import ServerSettings
 from infer.text.tokenizer import Tokenizer
 from infer.types import TokenLogprobs
 from infer.types.engine_limits import EngineLimits
-from tests.support.doubles import make_hash_core, make_hash_llm, small_tokenizer
+from tests.support.doubles import make_hash_llm, small_tokenizer
+from tests.support.hash_engine import make_hash_core
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from infer.schedule.drafting import Drafter
 from infer.schedule.page_allocator import PageAllocator
 from infer.schedule.scheduler import Scheduler
 from infer.types import FinishReason, Request, SamplingParams, StepOutput
-from tests.support.doubles import AheadHashRunner, HashRunner, solo
+from tests.support.hash_engine import AheadHashRunner, HashRunner, solo
 
 VOCAB_SIZE = 97
 MAX_STEPS = 20_000

@@ -13,7 +13,7 @@ from infer.engine.build.fingerprints import PROMPT_TOKENS, fingerprint_of
 from infer.models.model_config import ModelConfig
 from infer.text.checkpoint_text import TextFiles
 from infer.types.fingerprint import Fingerprint
-from tests.support.doubles import make_hash_core, small_text_files
+from tests.support.hash_engine import make_hash_core, small_text_files
 
 
 def built(**settings: Any) -> Fingerprint:

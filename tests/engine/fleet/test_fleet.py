@@ -24,8 +24,8 @@ from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_limits import EngineLimits
 from infer.types.fingerprint import Fingerprint
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import HashRunner, solo
 from tests.support.fleet_replicas import EQUAL, Caller, EngineDies, HashReplica
+from tests.support.hash_engine import HashRunner, solo
 
 SMALL: dict[str, Any] = {
     "num_pages": 60,

@@ -21,7 +21,8 @@ from infer.replicas.replica import Replica
 from infer.types import Request, TokenLogprobs
 from tests.support.cases import timed
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.doubles import fake_logprobs, launch_hash_llm, process_id, replicas_of, solo
+from tests.support.doubles import launch_hash_llm, process_id, replicas_of
+from tests.support.hash_engine import fake_logprobs, solo
 from tests.support.server_process import Findings
 
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=150, ignore_eos=True, logprobs=2)

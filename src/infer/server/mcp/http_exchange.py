@@ -22,7 +22,7 @@ from infer.version import VERSION
 READ_BYTES = 16 * 1024
 """bytes that are taken from a socket at once: what the event loop does with them in one go"""
 MAX_PIECES = 16_384
-"""pieces of an answer, chunks and what comes at once; of one byte each they take 30 µs of the loop"""
+"""pieces of an answer, as chunks or as they come; each takes 30 µs of the event loop"""
 EVENTS_A_TURN = 64
 """events of the parser after which others have their turn: chunks may have one byte each"""
 JSON, EVENTS = "application/json", "text/event-stream"
