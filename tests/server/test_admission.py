@@ -14,7 +14,7 @@ from infer.engine.client.input import InputProcessor
 from infer.server.app import create_app
 from infer.server.settings import ServerSettings
 from infer.types.server_limits import ServerLimits
-from tests.support.doubles import make_hash_llm
+from tests.support.doubles import held_runner, make_hash_llm
 from tests.support.serving import (
     BODIES,
     COMPLETIONS,
@@ -48,10 +48,15 @@ def test_a_refused_request_costs_no_tokenising(
 
     monkeypatch.setattr(InputProcessor, "tokenize", tokenize)
     body = completion_body(prompt="x" * length, max_tokens=20, stream=True, ignore_eos=True)
-    engine = make_hash_llm(max_batch_size=4, max_waiting_requests=4, step_s=0.01)
+    held, _, opened = held_runner()
+    engine = make_hash_llm(max_batch_size=4, max_waiting_requests=4, runner=held)
 
     async def use(app: App) -> None:
-        replies = await asyncio.gather(*[app.post(COMPLETIONS, body) for _ in range(50)])
+        asked = [asyncio.ensure_future(app.post(COMPLETIONS, body)) for _ in range(50)]
+        while sum(each.done() for each in asked) < 42:  # however long a busy machine takes
+            await asyncio.sleep(0.01)
+        opened.set()
+        replies = await asyncio.gather(*asked)
         assert sorted(reply.status for reply in replies) == [200] * 8 + [503] * 42
         assert len(made) == 8
         counts = dict(zip(("admitted", "refused", "finished"), (8, 42, 8), strict=True))
