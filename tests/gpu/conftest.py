@@ -30,7 +30,7 @@ def patch_language_once() -> None:
     """Replace the functions of Triton's language by interpreted ones once, for all kernels.
 
     The interpreter does it at each launch and, around what it has replaced already, at each call
-    of one kernel's function by another: half of its time, and calls within calls.
+    of one kernel's function by another: a quarter of its time, and calls within calls.
     """
     interpreter: Any = importlib.import_module("triton.runtime.interpreter")
     replace, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
