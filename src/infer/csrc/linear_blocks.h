@@ -11,6 +11,8 @@
 // A new type of blocks is a row of BLOCK_FORMATS and a reader of its file's blocks (file_readers.h).
 #pragma once
 
+#include <iterator>
+
 #include "block_products.h"
 #include "linear_finish.h"
 #include "linear_pack.h"
