@@ -11,9 +11,8 @@ import pytest
 
 from infer.text.tokenizer import Tokenizer
 from tests.support.demo_answers import demo
-from tests.support.doubles import make_hash_llm
+from tests.support.doubles import LastingTokenizer, make_hash_llm
 from tests.support.hash_engine import small_text_files
-from tests.support.ready_templates import stays_ready
 from tests.support.serving import CHAT, ask, chat_body, check_refused
 
 SOURCE = (
@@ -24,7 +23,7 @@ SOURCE = (
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    return stays_ready(Tokenizer(replace(small_text_files(), templates={"default": SOURCE})))
+    return LastingTokenizer(replace(small_text_files(), templates={"default": SOURCE}))
 
 
 def prompt(**fields: Any) -> Any:

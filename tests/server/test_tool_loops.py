@@ -26,7 +26,7 @@ from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import FORMATS, THOUGHTS, UNOPENED_THOUGHTS
 from tests.support.checkpoints import END_ID, write_tokenizer
 from tests.support.demo_answers import demo
-from tests.support.ready_templates import stays_ready
+from tests.support.doubles import LastingTokenizer
 from tests.support.serving import (
     CHAT,
     COMPLETIONS,
@@ -79,7 +79,7 @@ def _tokenizer_of(template: str, special: tuple[str, ...]) -> Tokenizer:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         config["additional_special_tokens"] = list(special)
         (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-        return stays_ready(Tokenizer.from_folder(folder))
+        return LastingTokenizer.from_folder(folder)
 
 
 def saying(ids: list[int], tokenizer: Tokenizer) -> AsyncLLM:

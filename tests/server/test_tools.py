@@ -21,9 +21,8 @@ from infer.text.untrusted.workers import run_steps
 from infer.types import FinishReason, StepOutput, TextDelta, TokenLogprobs
 from tests.support.cases import slow_but
 from tests.support.checkpoints import END_ID, write_tokenizer
-from tests.support.doubles import small_tokenizer
+from tests.support.doubles import LastingTokenizer, small_tokenizer
 from tests.support.hash_engine import small_text_files
-from tests.support.ready_templates import stays_ready
 from tests.support.serving import BODIES, CHAT, COMPLETIONS, ask, chat_body, scripted, spelled
 
 TEMPLATE = (
@@ -41,7 +40,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_c
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = write_tokenizer(tmp_path_factory.mktemp("tools"))
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    return stays_ready(Tokenizer.from_folder(folder))
+    return LastingTokenizer.from_folder(folder)
 
 
 def streamed(events: list[Any]) -> tuple[dict[str, Any], str]:
