@@ -80,7 +80,7 @@ def test_the_same_bits_with_16_and_64_threads(
     monkeypatch.setenv(loader.ISA_VARIABLE, isa)
     loader.loaded().infer_govern_threads(0)
     dtype, size = F32 if held == F32 else BF16, 64
-    world = make_world([1, 3, 70, 700], 14, 7, size, dtype)
+    world = make_world([1, 3, 70, 530], 14, 7, size, dtype)
     in_bytes = held if held == torch.int8 else None
     expected = run(world, whole(world), held=in_bytes)
     live_on([thread * nodes // THREADS for thread in range(THREADS)])

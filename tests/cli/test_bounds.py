@@ -86,11 +86,11 @@ def test_every_command_is_walked() -> None:
 
 
 def _tried() -> Iterator[Any]:
-    """Each option with all numbers, with `-m slow`; by default each sixth with three of them."""
+    """Each option with all numbers, with `-m slow`; by default each twelfth with three of them."""
     for i, (words, option) in enumerate(_options()):
         yield pytest.param(words, option, NUMBERS, marks=pytest.mark.slow)
-        if i % 6 == 0:
-            yield words, option, NUMBERS[i // 6 % 4 :: 4]
+        if i % 12 == 0:
+            yield words, option, NUMBERS[i // 12 % 4 :: 4]
 
 
 @pytest.mark.parametrize(("words", "option", "numbers"), list(_tried()))

@@ -102,7 +102,7 @@ def flags(values: dict[str, Any]) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "setting",
-    one_of(2, [(each,) for each in settings_by_name().values()]),
+    one_of(4, [(each,) for each in settings_by_name().values()]),
     ids=lambda each: each.name,
 )
 def test_a_setting_is_the_same_by_flag_variable_and_file(setting: Setting, tmp_path: Path) -> None:

@@ -150,7 +150,9 @@ USUAL: list[tuple[str, str | None]] = [
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(
-    ("family", "quantization", "isa"), isas.in_turns(USUAL, slow=QUANTIZED), indirect=["isa"]
+    ("family", "quantization", "isa"),
+    isas.in_turns(USUAL, every=4, slow=QUANTIZED),
+    indirect=["isa"],
 )
 def test_a_stack_is_its_layers(family: str, quantization: str | None, tmp_path: Path) -> None:
     shape = {**next(iter(SHAPES[family].values())), **wide(family)}
@@ -178,7 +180,7 @@ def each_its_own(config: ModelConfig) -> ModelConfig:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(
     ("family", "isa"),
-    isas.in_turns([(each,) for each in KINDS[::2]], slow=[(each,) for each in STACKED]),
+    isas.in_turns([(each,) for each in KINDS[::2]], every=4, slow=[(each,) for each in STACKED]),
     indirect=["isa"],
 )
 def test_layers_may_differ(family: str, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short_limits")
 def test_what_is_known_to_take_for_ever_ends() -> None:
     some = list(TABLE.values())  # all of them: test_all_generated_expressions
-    assert check([*some[:2], *some[5::40]]) >= 2
+    assert check([some[0], some[5]]) == 2
 
 
 @pytest.mark.timeout(300)
@@ -168,8 +168,8 @@ def test_all_generated_expressions() -> None:
 
 @pytest.mark.timeout(120)
 def test_a_template_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """20,000 blocks take seconds and much memory to compile, in another process."""
+    """So many blocks take seconds and much memory to compile, in another process."""
     monkeypatch.delattr(chat_template, "TemplateRenderer")  # nothing is compiled in this one
-    source = "".join(f"{{% block b{i} %}}{{{{ x }}}}{{% endblock %}}" for i in range(20_000))
+    source = "".join(f"{{% block b{i} %}}{{{{ x }}}}{{% endblock %}}" for i in range(8_000))
     with contextlib.suppress(LoadError):  # it may take too much memory
         ChatTemplate(source, {})

@@ -84,7 +84,7 @@ def some_name(draw: random.Random) -> str:
     return "".join(draw.choices("abcdefgh_XYZ", k=draw.randint(1, 6)))
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [4, pytest.param(600, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", FORMATS, ids=lambda way: way.name)
 def test_streamed_arguments_are_those_of_the_whole_answer(way: ToolFormat, rounds: int) -> None:
     """Random arguments, whole and cut, split in many ways; at all times a beginning of the whole.

@@ -50,7 +50,7 @@ from tests.support.tool_answers import (
     told_apart,
 )
 
-PAIRS_UP_TO = 64
+PAIRS_UP_TO = 40
 """Maximum length of texts that are split at every pair of places, in characters."""
 
 
@@ -58,7 +58,7 @@ PAIRS_UP_TO = 64
 def test_every_split_gives_the_same(tools: ToolFormat | None, text: str, expected: Parts) -> None:
     assert told_apart([text], tools, names=NAMES) == expected
     assert told_apart([text, ""], tools, names=NAMES) == expected
-    for cut in range(0, len(text), max(1, len(text) // 300)):
+    for cut in range(0, len(text), max(1, len(text) // 120)):
         assert told_apart([text[:cut], text[cut:]], tools, names=NAMES) == expected
     if len(text) < 5000:
         assert told_apart(list(text), tools, names=NAMES) == expected

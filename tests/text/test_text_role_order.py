@@ -256,9 +256,14 @@ def find_loss(shown: ChatTemplate, order: str, tools: Any, **options: Any) -> st
     return ""
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_every_order_is_rendered_whole(name: str) -> None:
-    shown, num_orders = template_of(KINDS[name]), 0
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> tuple[str, ChatTemplate]:
+    """Name and template of a kind. Its tests follow each other, while its process is there."""
+    return request.param, template_of(KINDS[request.param])
+
+
+def test_every_order_is_rendered_whole(kind: tuple[str, ChatTemplate]) -> None:
+    (name, shown), num_orders = kind, 0
     for order in [*AGENTS.values(), *all_orders(4)]:
         if "AC" in order and name in TEXTS_BESIDE_CALLS:
             continue
@@ -268,10 +273,9 @@ def test_every_order_is_rendered_whole(name: str) -> None:
     assert num_orders > 80
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_a_further_turn_changes_nothing_before_it(name: str) -> None:
+def test_a_further_turn_changes_nothing_before_it(kind: tuple[str, ChatTemplate]) -> None:
     """Also where a template takes reasoning out behind a question: a reminder is none."""
-    shown, num_turns = template_of(KINDS[name]), 0
+    (name, shown), num_turns = kind, 0
 
     @cache
     def prompt(order: str) -> str:
