@@ -24,9 +24,12 @@ except ImportError:  # an older setuptools, which only builds in place
     bdist_wheel = None
 
 CSRC = Path("src/infer/csrc")
-SOURCES = [*sorted(CSRC.glob("*.cpp")), CSRC / "isa/dispatch.cpp"]
-X86 = ("avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "amx")
-"""one file of `csrc/isa` each, and those of FURTHER"""
+DRIVERS = sorted(CSRC.glob("*.cpp"))
+"""what calls the kernels of an instruction set"""
+DISPATCH = CSRC / "isa/dispatch.cpp"
+"""which sets there are: it needs to know which of them were compiled"""
+X86 = ("avx512", "avx2", "avx512_vnni", "avx2_vnni", "avx512_bf16", "amx")
+"""one file of `csrc/isa` each, and those of FURTHER; what takes longest to compile first"""
 PORTABLE = "portable"
 """the file of `csrc/isa` that each machine has"""
 FURTHER = {"amx": ("amx_blocks",)}
@@ -40,7 +43,7 @@ REQUIRED = os.environ.get("INFER_REQUIRE_KERNELS") == "1"
 
 KERNELS = Extension(
     "infer.kernels._kernels",
-    sources=[path.as_posix() for path in SOURCES],
+    sources=[path.as_posix() for path in [*DRIVERS, DISPATCH]],
     depends=[path.as_posix() for path in sorted(CSRC.rglob("*")) if path.is_file()],
     # No -ffast-math and no contraction: every code path sums in the order that is written. No
     # -march=native either: the paths are chosen when the library runs.
@@ -87,16 +90,19 @@ class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Build, or warn."""
         try:
+            # All compilers at once, what takes longest first: the last ones leave no core idle.
+            sets = [PORTABLE, *INSTRUCTION_SETS]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                # What takes longest begins first.
-                names = (PORTABLE, *reversed(INSTRUCTION_SETS))
-                objects = list(pool.map(self.compile_instruction_set, names))
-            if not objects[0]:
-                raise RuntimeError(f"the kernels for {PORTABLE} are needed on each machine")
-            for name, paths in zip(names, objects, strict=True):
-                if paths:
-                    ext.extra_objects += paths
+                of_sets = [pool.submit(self.compile_instruction_set, name) for name in sets]
+                of_drivers = [pool.submit(self.compile_files, [path]) for path in DRIVERS]
+            for name, made in zip(sets, (each.result() for each in of_sets), strict=True):
+                if made:
+                    ext.extra_objects += made
                     ext.define_macros.append((f"INFER_{name.upper()}", None))
+                elif name == PORTABLE:
+                    raise RuntimeError(f"the kernels for {PORTABLE} are needed on each machine")
+            ext.extra_objects += [path for each in of_drivers for path in each.result()]
+            ext.sources = [DISPATCH.as_posix()]
             super().build_extension(ext)
         except Exception as error:
             if REQUIRED:
@@ -105,24 +111,30 @@ class BuildKernels(build_ext):
 
     def compile_instruction_set(self, name: str) -> list[str]:
         """The object files of an instruction set; none if the compiler does not know it."""
-        files = (name, *FURTHER.get(name, ()))
-        sources = [(CSRC / "isa" / f"{file}.cpp").as_posix() for file in files]
-        made = [Path(self.build_temp) / Path(source).with_suffix(".o") for source in sources]
-        newest = max(Path(path).stat().st_mtime for path in KERNELS.depends)
-        is_made = all(path.exists() and path.stat().st_mtime > newest for path in made)
-        if is_made and not self.force:
-            return [str(path) for path in made]
         try:
-            return list(
-                self.compiler.compile(
-                    sources, output_dir=self.build_temp, extra_postargs=KERNELS.extra_compile_args
-                )
+            return self.compile_files(
+                [CSRC / "isa" / f"{file}.cpp" for file in (name, *FURTHER.get(name, ()))]
             )
         except Exception as error:
             if REQUIRED:
                 raise
             warnings.warn(f"the kernels for {name} were not built ({error})", stacklevel=2)
             return []
+
+    def compile_files(self, sources: list[Path]) -> list[str]:
+        """Their object files, unless those that are there are newer than all of `csrc`."""
+        made = [Path(self.build_temp) / source.with_suffix(".o") for source in sources]
+        newest = max(Path(path).stat().st_mtime for path in KERNELS.depends)
+        is_made = all(path.exists() and path.stat().st_mtime > newest for path in made)
+        if is_made and not self.force:
+            return [str(path) for path in made]
+        return list(
+            self.compiler.compile(
+                [source.as_posix() for source in sources],
+                output_dir=self.build_temp,
+                extra_postargs=KERNELS.extra_compile_args,
+            )
+        )
 
 
 def warn(error: Exception) -> None:
