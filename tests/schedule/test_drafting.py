@@ -80,10 +80,11 @@ def run(seed: int) -> tuple[Workload, Drafter]:
     return workload, drafter
 
 
-def test_every_request_has_the_tokens_that_it_has_alone() -> None:
+@pytest.mark.parametrize("count", [120, pytest.param(300, marks=pytest.mark.slow)])
+def test_every_request_has_the_tokens_that_it_has_alone(count: int) -> None:
     sums = dict.fromkeys(("num_drafts", "num_draft_tokens", "num_accepted_tokens"), 0)
     modes, reasons, backends, preemptions, cells, evictions = set(), set(), set(), 0, 0, 0
-    for seed in range(300):
+    for seed in range(count):
         try:
             workload, drafter = run(seed)
         except AssertionError as error:
@@ -97,15 +98,14 @@ def test_every_request_has_the_tokens_that_it_has_alone() -> None:
         reasons |= set(stats.num_finished)
         evictions += drafter.allocator.num_evictions
         cells += vars(drafter)["_runner"].num_cells
-    print(sums, preemptions, evictions, cells)
-    assert sums["num_drafts"] > 1000
-    assert sums["num_accepted_tokens"] > 1500
-    assert sums["num_draft_tokens"] > sums["num_accepted_tokens"] + 300
+    assert sums["num_drafts"] > 3 * count
+    assert sums["num_accepted_tokens"] > 5 * count
+    assert sums["num_draft_tokens"] > sums["num_accepted_tokens"] + count
     assert modes == {"continuous", "static", "sequential"}
     assert backends == {True, False}
     assert reasons == set(FinishReason) - {FinishReason.ERROR, FinishReason.COMPLETE}
-    assert preemptions > 500
-    assert evictions > 100
+    assert preemptions > 1.6 * count
+    assert evictions > 0.3 * count
     assert cells > sums["num_draft_tokens"]
 
 
@@ -425,7 +425,7 @@ def test_drafting_pays_or_is_off(
     right: bool, num_streams: int, cost_ms: Callable[[int], float], is_cheap: bool
 ) -> None:
     """On a virtual clock: a quarter of the time for a model that agrees, and never much more."""
-    num_tokens = 1000
+    num_tokens = 500
     asked = [
         Request(f"{i}", (5, 6, i, *range(60)), SamplingParams(temperature=1), i + 1, num_tokens)
         for i in range(num_streams)

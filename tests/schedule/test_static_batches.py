@@ -194,7 +194,7 @@ class RandomWorkload:
             batching_mode="static",
             static_order="prompt_length",
             max_batch_size=r.choice([1, 2, 3, 4, 8]),
-            num_pages=2000,
+            num_pages=300,  # enough for 8 seats; a check looks at each page
             max_num_batched_tokens=r.choice([16, 300]),
             batch_wait_timeout_s=TIMEOUT_S,
             clock=self.clock,

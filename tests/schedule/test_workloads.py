@@ -18,7 +18,8 @@ from infer.schedule.sequence import Sampled, Sequence
 from infer.types import FinishReason
 from tests.support.workloads import Seen, Workload
 
-NUM_WORKLOADS = 500
+NUM_WORKLOADS = 160
+"""Each fault below is noticed by one of the first ten."""
 
 
 def test_every_request_has_the_tokens_that_it_has_alone() -> None:
@@ -31,12 +32,12 @@ def test_every_request_has_the_tokens_that_it_has_alone() -> None:
     # The workloads prove something only if all of this happened often.
     assert seen.modes == set(BATCHING_MODES)
     assert seen.reasons == set(FinishReason) - {FinishReason.ERROR, FinishReason.COMPLETE}
-    assert seen.num_preemptions > 2_500
-    assert seen.num_cached > 1_250
-    assert seen.num_chunks > 2_500
-    assert seen.num_evictions > 250
-    assert seen.num_aborted > 250
-    assert seen.num_refused > 25
+    assert seen.num_preemptions > 800
+    assert seen.num_cached > 400
+    assert seen.num_chunks > 800
+    assert seen.num_evictions > 80
+    assert seen.num_aborted > 80
+    assert seen.num_refused > 8
 
 
 def run_workloads(count: int) -> None:

@@ -9,7 +9,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -28,6 +28,8 @@ from tests.support.routed_engines import COSTS_S, RoutedEngine, RoutedEngines
 PAGE = 4
 TURNS, TURN_TOKENS, ANSWER_TOKENS = 6, 24, 8
 LONG_TURN_TOKENS = 192
+NUM_CONVERSATIONS, NUM_HELD = 50, 17
+"""three engines whose caches hold so many each have room for all"""
 CONVERSATION_PAGES = TURNS * (TURN_TOKENS + ANSWER_TOKENS) // PAGE
 
 
@@ -81,12 +83,10 @@ def is_right_about_caches(router: PrefixRouter) -> bool:
     return expected == found
 
 
-def converse(
-    world: RoutedEngines, *, num: int = 100, clients: int = 8, turn_tokens: int = TURN_TOKENS
-) -> float:
+def converse(world: RoutedEngines, *, clients: int = 8, turn_tokens: int = TURN_TOKENS) -> float:
     """Conversations whose turns come in random order; returns the cached share."""
     dice, busy = random.Random(1), dict[str, int]()
-    said: dict[int, list[int]] = {number: [] for number in range(num)}
+    said: dict[int, list[int]] = {number: [] for number in range(NUM_CONVERSATIONS)}
     order = [number for number in said for _ in range(TURNS)]
     dice.shuffle(order)
 
@@ -112,12 +112,17 @@ def converse(
     return world.cached_share()
 
 
-def conversations_stay(router: Router) -> float:
-    """The cached share of three engines whose caches hold 40 conversations each, as a fraction of
-    that of one engine with all of it."""
-    pages = 40 * CONVERSATION_PAGES
-    one = converse(engines(make_router("least"), 1, num_pages=3 * pages))
-    return converse(engines(router, num_pages=pages)) / one
+@cache
+def share_of_one(clients: int) -> float:
+    """The cached share of one engine that has the caches of three."""
+    pages = NUM_HELD * CONVERSATION_PAGES
+    return converse(engines(make_router("least"), 1, num_pages=3 * pages), clients=clients)
+
+
+def conversations_stay(router: Router, *, clients: int = 8) -> float:
+    """The cached share of three engines, as a fraction of that of one engine with all of it."""
+    world = engines(router, num_pages=NUM_HELD * CONVERSATION_PAGES)
+    return converse(world, clients=clients) / share_of_one(clients)
 
 
 def largest_share(router: Router, *, clients: int = 12) -> float:
@@ -179,21 +184,24 @@ def losses_are_noticed(router: PrefixRouter) -> bool:
     return all(router.num_cached(request, engine.load) == 36 for request in again)
 
 
+@cache
+def is_healthy(check: Callable[[PrefixRouter], bool]) -> bool:
+    """Whether a check holds for the router as it is."""
+    return check(PrefixRouter())
+
+
 def test_what_is_expected_in_a_cache_is_found_there() -> None:
-    assert is_right_about_caches(PrefixRouter())
+    assert is_healthy(is_right_about_caches)
 
 
 @pytest.mark.parametrize("clients", [1, 4, 8])
 def test_conversations_stay_where_their_pages_are(clients: int) -> None:
-    pages = 40 * CONVERSATION_PAGES
-    one = converse(engines(make_router("least"), 1, num_pages=3 * pages), clients=clients)
-    three = converse(engines(PrefixRouter(), num_pages=pages), clients=clients)
-    assert three >= 0.90 * one
+    assert conversations_stay(PrefixRouter(), clients=clients) >= 0.90
 
 
 @pytest.mark.parametrize("clients", [1, 8])
 def test_first_tokens_come_sooner_than_by_turns(clients: int) -> None:
-    pages = 40 * TURNS * (LONG_TURN_TOKENS + ANSWER_TOKENS) // PAGE
+    pages = NUM_HELD * TURNS * (LONG_TURN_TOKENS + ANSWER_TOKENS) // PAGE
     medians = []
     for router in (PrefixRouter(), make_router("round-robin")):
         world = engines(router, num_pages=pages, costs_s=LLAMA_1B_S)
@@ -472,6 +480,6 @@ def test_a_broken_router_is_noticed(
     check: Callable[[PrefixRouter], bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert check(PrefixRouter())
+    assert is_healthy(check)
     breaks(monkeypatch)
     assert not check(PrefixRouter())
