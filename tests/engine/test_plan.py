@@ -80,14 +80,24 @@ def test_the_budgets_of_real_models(raw: dict[str, Any], kv_gib: float, paramete
     assert plan.sequences_that_fit()[4096] >= 8
 
 
-@pytest.mark.parametrize("family", SHAPES)
-def test_parameters_are_counted_exactly(family: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, family)
-    plan = plan_for(EngineConfig(model=str(tmp_path), device="cpu"))
-    parts = make_model(family).named_parameters()
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
+    """A checkpoint of each family, and the number of its parameters that are not for images."""
+    root = tmp_path_factory.mktemp("families")
     images = ("visual.", "vision_tower.", "multi_modal_projector.")
-    counted = [part.numel() for name, part in parts if not any(each in name for each in images)]
-    assert plan.num_parameters == sum(counted)
+    found = {}
+    for family in SHAPES:
+        parts = write_checkpoint(root / family, family).named_parameters()
+        counted = [part.numel() for name, part in parts if not any(each in name for each in images)]
+        found[family] = root / family, sum(counted)
+    return found
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_parameters_are_counted_exactly(family: str, written: dict[str, tuple[Path, int]]) -> None:
+    folder, num_parameters = written[family]
+    plan = plan_for(EngineConfig(model=str(folder), device="cpu"))
+    assert plan.num_parameters == num_parameters
 
 
 WITHOUT_COMPILER = """
@@ -105,11 +115,10 @@ assert "torch._dynamo" not in sys.modules, "a step"
 """
 
 
-def test_no_start_imports_torchs_compiler(tmp_path: Path) -> None:
+def test_no_start_imports_torchs_compiler(written: dict[str, tuple[Path, int]]) -> None:
     """It takes as long as all the rest of a start, and 130 MB."""
-    for family in SHAPES:
-        write_checkpoint(tmp_path / family, family)
-    subprocess.run([sys.executable, "-c", WITHOUT_COMPILER, str(tmp_path)], check=True)
+    root = written["llama"][0].parent
+    subprocess.run([sys.executable, "-c", WITHOUT_COMPILER, str(root)], check=True)
 
 
 PLAN = """

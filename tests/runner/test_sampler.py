@@ -30,10 +30,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
 
 def sequence(seed: int = 0, output: tuple[int, ...] = (), **params: Any) -> Sequence:
     eos = params.pop("eos", ())
-    request = Request("r", PROMPT, SamplingParams(**params), seed, 10, eos_token_ids=eos)
-    made = Sequence.from_request(request, 0)
+    made = sampled_by(SamplingParams(**params), seed, eos)
     made.tokens += output
     return made
+
+
+def sampled_by(sampling: SamplingParams, seed: int, eos: tuple[int, ...] = ()) -> Sequence:
+    request = Request("r", PROMPT, sampling, seed, 10, eos_token_ids=eos)
+    return Sequence.from_request(request, 0)
 
 
 def tokens(logits: torch.Tensor, *sequences: Sequence) -> list[int]:
@@ -42,7 +46,8 @@ def tokens(logits: torch.Tensor, *sequences: Sequence) -> list[int]:
 
 def draws(logits: list[float], count: int = 1000, **params: Any) -> Counter[int]:
     rows = torch.tensor([logits]).repeat(count, 1)
-    return Counter(tokens(rows, *[sequence(seed, **params) for seed in range(count)]))
+    sampling = SamplingParams(**params)
+    return Counter(tokens(rows, *[sampled_by(sampling, seed) for seed in range(count)]))
 
 
 def test_greedy_is_the_argmax_and_the_first_of_equals() -> None:
