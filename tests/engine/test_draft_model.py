@@ -26,10 +26,18 @@ from tests.support.draft_checkpoints import write_first_layers, write_other_voca
 from tests.support.eager_drafts import draft_eagerly
 from tests.support.isas import EXACT_DTYPE
 from tests.support.lattice import OPENING, preempt_at_every_third_step
+from tests.support.ready_grammars import verdicts_kept
 from tests.support.speculated import SETTINGS, WAYS, answers, requests_of, values
 
 PROMPTS = [OPENING + "The fox had a red ball.", "Once upon a time", OPENING * 3]
 ASKED = requests_of(PROMPTS, [way for name, way in WAYS.items() if name != "few tokens"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def verdicts() -> Iterator[None]:
+    """All engines here have the shipped model's vocabulary."""
+    with verdicts_kept():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +152,15 @@ def test_aborted_in_between_and_continued_by_another_engine(
         assert got == list(wanted[2].token_ids)[: len(got)]
 
 
-def test_it_may_be_quantised(folders: dict[str, Path]) -> None:
-    with LLM(max_seq_len=256) as llm:
-        wanted = run(llm)
+def test_it_may_be_quantised(
+    plain: tuple[str, list[RequestOutput]], folders: dict[str, Path]
+) -> None:
+    dtype, wanted = plain
     for quantization in ("int8", "int4"):
         if quantization_obstacle(quantization):
             continue
         config = config_of(folders["same"], quantization=quantization)
-        with LLM(max_seq_len=256, speculative_config=config) as llm:
+        with LLM(dtype=dtype, max_seq_len=256, speculative_config=config) as llm:
             assert values(run(llm), bits=False) == values(wanted, bits=False)
 
 

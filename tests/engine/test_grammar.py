@@ -22,6 +22,7 @@ from infer.text.grammars.compiler import Compiler, Constraint, Vocabulary
 from infer.types import RequestOutput
 from tests.support.cases import timed
 from tests.support.isas import EXACT_DTYPE
+from tests.support.ready_grammars import verdicts_kept
 
 PERSON = {
     "type": "object",
@@ -60,12 +61,19 @@ def sampling(grammar: Grammar | None, **changes: Any) -> SamplingParams:
 def crowd() -> tuple[list[str], list[SamplingParams]]:
     """Prompts with every grammar, greedy and sampled, among others without a grammar."""
     each = [
-        sampling(grammar, temperature=temperature, seed=seed)
-        for seed in range(4)
+        sampling(grammar, temperature=temperature, seed=seed, max_tokens=150 if grammar else 60)
+        for seed in range(2)
         for temperature in (0.0, 1.0)
         for grammar in (*GRAMMARS, Grammar.json(), None)
     ]
     return [PROMPTS[i % len(PROMPTS)] for i in range(len(each))], each
+
+
+@pytest.fixture(scope="module", autouse=True)
+def verdicts() -> Iterator[None]:
+    """All engines here have the shipped model's vocabulary."""
+    with verdicts_kept():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +137,7 @@ def test_preemption_changes_nothing(alone: list[RequestOutput]) -> None:
             for output in core.step(flush=True):
                 if output.token_id is not None:
                     tokens.setdefault(output.request_id, []).append(output.token_id)
-        assert core.scheduler.stats.num_preemptions > 50
+        assert core.scheduler.stats.num_preemptions > 25
         assert list(map(tuple, tokens.values()))  # in any order; compared as a multiset
         assert sorted(map(tuple, tokens.values())) == sorted(o.token_ids for o in alone)
 
@@ -146,7 +154,9 @@ def test_a_request_that_is_cut_anywhere_goes_on(llm: LLM) -> None:
             request, request_id=f"c{cut}", output_token_ids=tuple(ids[:cut]), num_crashes=1
         )
         llm.core.add(rest)
-        outputs = llm.core.outputs_until_complete()
+    everything = llm.core.outputs_until_complete()
+    for cut in range(1, len(ids)):
+        outputs = [output for output in everything if output.request_id == f"c{cut}"]
         assert [output.token_id for output in outputs] == ids[cut:]
         assert outputs[-1].finish_reason is FinishReason.COMPLETE
 
@@ -240,9 +250,9 @@ def test_allowed_and_bad(llm: LLM) -> None:
     assert set(output.token_ids) <= set(ids)
     free = sampling(None, temperature=0, max_tokens=60)
     words = re.findall(r"[a-z]{3,}", llm.generate(PROMPTS[0], free)[0].text)
-    for word in dict.fromkeys(words):
-        [output] = llm.generate(PROMPTS[0], free.replace(bad_words=[word]))
-        assert word not in re.findall(r"[A-Za-z]+", output.text)
+    each = [free.replace(bad_words=[word]) for word in dict.fromkeys(words)]
+    for output, params in zip(llm.generate([PROMPTS[0]] * len(each), each), each, strict=True):
+        assert params.bad_words[0] not in re.findall(r"[A-Za-z]+", output.text)
 
 
 @pytest.mark.parametrize("way", [answer_parser.BARE, answer_parser.HERMES])

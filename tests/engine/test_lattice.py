@@ -133,8 +133,8 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], bool]]] = {
         lambda s: s["num_pages"] == 4,
     ),
     "preempted": (
-        # 26 pages of 4 tokens for 8 sequences of up to 120 tokens.
-        {"max_seq_len": 128, "page_size": 4, "kv_cache_memory_bytes": 0, "max_batch_size": 8},
+        # 28 pages of 4 tokens for 8 sequences of up to 86 tokens.
+        {"max_seq_len": 104, "page_size": 4, "kv_cache_memory_bytes": 0, "max_batch_size": 8},
         lambda s: s["num_preemptions"] > 0,
     ),
     "a bound on the step": (
@@ -164,7 +164,7 @@ def test_same_tokens_as_alone(name: str, alone: Tokens) -> None:
     if settings.get("kv_cache_memory_bytes") == 0:
         config = read_model_config(SHIPPED_FOLDER)
         token = 2 * 4 * config.num_layers * config.num_kv_heads * config.head_dim
-        settings = {**settings, "kv_cache_memory_bytes": token * 140}
+        settings = {**settings, "kv_cache_memory_bytes": token * 116}
     with engine(**settings) as llm:
         assert run(llm) == alone
         stats = llm.stats()
@@ -181,10 +181,11 @@ def test_a_warm_cache_changes_nothing(alone: Tokens) -> None:
 
 
 def test_preempted_at_every_third_step(alone: Tokens) -> None:
-    with engine() as llm:
+    # Small pages: a sequence has often just filled one when it is preempted.
+    with engine(page_size=4) as llm:
         preempt_at_every_third_step(llm.core)
         assert run(llm) == alone
-        assert llm.stats()["num_preemptions"] > 12
+        assert llm.stats()["num_preemptions"] > 8
 
 
 def test_asyncio(alone: Tokens) -> None:
@@ -213,17 +214,17 @@ def test_streaming(alone: Tokens) -> None:
         assert [got[i] for i in range(len(PROMPTS))] == alone
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, pytest.param(64, marks=pytest.mark.slow)])
 def test_mixed_requests_through_the_three_modes(count: int) -> None:
     """The modes give the same tokens in different numbers of steps (docs/architecture.md)."""
     prompts = [(OPENING * (1 + i % 5))[: 20 + 17 * (i % 11)] for i in range(count)]
-    each = [SamplingParams(temperature=0, max_tokens=4 + (i * 7) % 37) for i in range(count)]
+    each = [SamplingParams(temperature=0, max_tokens=3 + (i * 7) % 13) for i in range(count)]
     tokens, steps = {}, {}
     for mode in ("sequential", "static", "continuous"):
-        with engine(batching_mode=mode, max_batch_size=8) as llm:
+        with engine(batching_mode=mode, max_batch_size=4) as llm:
             outputs = llm.generate(prompts, each, use_tqdm=False)
             tokens[mode] = [output.token_ids for output in outputs]
             steps[mode] = llm.stats()["num_steps"]
     assert tokens["sequential"] == tokens["static"] == tokens["continuous"]
     assert steps["continuous"] < steps["static"] < steps["sequential"]
-    assert {len(t) for t in tokens["static"]} != {40}
+    assert {len(t) for t in tokens["static"]} != {15}

@@ -6,6 +6,7 @@ them for equations that differ: windows, two RoPE tables, head norms, learned po
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.support.cases import slow_but
 from tests.support.checkpoints import write_checkpoint
 from tests.support.model_shapes import SHAPES
 from tests.support.parity import tokens_of
+from tests.support.ready_templates import templates_kept
 
 BEGINNING = tokens_of(70, seed=9)
 PROMPTS = [
@@ -32,7 +34,7 @@ WINDOWED = {
     "qwen2": "window from the second layer on",
     "qwen3": "windows by layer_types",
     "cwm": "scaled rope, own pattern",
-    "gemma3": "plain",
+    "gemma3": "soft-capped logits, own pattern",
     "gpt2": "plain",
     "ministral3": "plain",
     "smollm3": "windows in layers that do not rotate, biases",
@@ -66,13 +68,20 @@ SLOW = {
 def params(i: int) -> SamplingParams:
     temperature = 0.8 if i % 2 else 0
     return SamplingParams(
-        temperature=temperature, top_p=0.95, seed=i, max_tokens=24, ignore_eos=True
+        temperature=temperature, top_p=0.95, seed=i, max_tokens=10, ignore_eos=True
     )
 
 
 def run(llm: LLM) -> list[tuple[int, ...]]:
     outputs = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))], use_tqdm=False)
     return [output.token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def templates() -> Iterator[None]:
+    """Each engine would start a process for its chat template."""
+    with templates_kept():
+        yield
 
 
 @pytest.mark.parametrize("family", slow_but(WINDOWED.keys() - SLOW, WINDOWED))
@@ -92,13 +101,13 @@ def test_same_tokens_in_any_company(family: str, tmp_path: Path) -> None:
         assert llm.stats()["num_cached_tokens"] > 300
     with engine(max_batch_size=6, max_num_batched_tokens=7, page_size=3) as llm:
         assert run(llm) == alone
-        assert llm.stats()["num_steps"] > 60
+        assert llm.stats()["num_steps"] > 40
     with engine(batching_mode="static", max_batch_size=3, kv_cache_backend="contiguous") as llm:
         assert run(llm) == alone
     config = theirs.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", getattr(config, "num_attention_heads", 0))
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     token_bytes = 2 * 4 * config.num_hidden_layers * heads * size
-    with engine(page_size=4, max_seq_len=160, kv_cache_memory_bytes=token_bytes * 240) as llm:
+    with engine(page_size=4, max_seq_len=144, kv_cache_memory_bytes=token_bytes * 180) as llm:
         assert run(llm) == alone
         assert llm.stats()["num_preemptions"] > 0

@@ -22,7 +22,7 @@ PROMPTS = [
 ]
 
 
-NUM_TOKENS = 28
+NUM_TOKENS = 16
 
 
 def params(i: int) -> SamplingParams:
