@@ -115,10 +115,11 @@ def _child(path: str, out: int, before: int) -> None:
 def main() -> None:
     # A forked child has none of its parent's OpenMP threads and would wait for them forever.
     os.environ["OMP_NUM_THREADS"] = "1"
-    from infer.config import EngineConfig
-    from infer.engine.build.planner import plan_for
-
-    plan_for(EngineConfig())  # imports torch and its lazy modules, once for all children
+    # With torch, once for all children.
+    import infer.engine.build.assemble  # noqa: F401
+    import infer.engine.client.input  # noqa: F401
+    import infer.models.decoder  # noqa: F401
+    import infer.text.tokenizer  # noqa: F401
 
     before = _peak_bytes()
     for line in sys.stdin:
