@@ -32,6 +32,7 @@ from infer.errors import RequestError
 from infer.text.chat_template import ChatTemplate
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import FORMATS, FUNCTIONARY_32, THOUGHTS, ToolFormat
+from tests.support.ready_templates import template_of
 from tests.support.serving import CHAT, App, scripted, serving, spelled
 from tests.support.tool_answers import CASES, NAMES, told_apart
 from tests.support.tool_conversations import OWN
@@ -242,8 +243,7 @@ async def check_body(app: App, body: dict[str, Any]) -> None:
 
 def own_templates() -> dict[str, ChatTemplate]:
     """The templates of the tests."""
-    special = {"bos_token": "<s>", "eos_token": "</s>"}
-    return {name: ChatTemplate(source, special) for name, (source, _) in OWN.items()}
+    return {name: template_of(source) for name, (source, _) in OWN.items()}
 
 
 def try_examples(check: Callable[[st.DataObject], None], count: int, number: int | None) -> None:

@@ -3,6 +3,7 @@ as over chats; streams are the whole answers; whatever was answered can be sent 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -256,7 +257,8 @@ def test_an_answer_cut_anywhere_is_taken_back(path: str) -> None:
     async def use(app: App) -> None:
         text = ANSWERS["thoughts and two calls"]
         runner.script = script_of(tokenizer, text)
-        for cut in range(1, len(text) + 2, 3):
+
+        async def take_back(cut: int) -> None:
             answer = (await app.post(path, body_for(path, **{limit: cut}))).json()
             body = body_for(path, **{limit: 1})
             if path == MESSAGES:
@@ -279,6 +281,8 @@ def test_an_answer_cut_anywhere_is_taken_back(path: str) -> None:
                 body["input"].append({"role": "user", "content": "Go on."})
             again = await app.post(path, body)
             assert again.status == 200, (cut, answer, again.body)
+
+        await asyncio.gather(*map(take_back, range(1, len(text) + 2, 3)))
 
     with_app(engine, use)
 

@@ -28,6 +28,7 @@ from tests.support.virtual_time import run_in_virtual_time
 
 ROUND_TRIP_S = 0.003
 NUM_FRONTS = 4
+SAMPLING = SamplingParams()
 
 FaultKind = Literal[
     "authority dies", "no authority", "slow", "questions lost", "answers lost", "front dies"
@@ -159,7 +160,7 @@ async def _request(tenants: list[Tenant], arrival: Arrival, admitted: Admitted) 
     loop = asyncio.get_running_loop()
     await asyncio.sleep(arrival.at_s - loop.time())
     tenant, context = tenants[arrival.front % len(tenants)], RequestContext()
-    request = Request("r", (1,) * arrival.num_prompt, SamplingParams(), 0, arrival.max_tokens)
+    request = Request("r", (1,) * arrival.num_prompt, SAMPLING, 0, arrival.max_tokens)
     with context.cleanup:
         began_s = loop.time()
         try:

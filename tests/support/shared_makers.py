@@ -51,6 +51,13 @@ def _target(node: ast.AST) -> str:
 def calls_in(tree: ast.AST, names: set[str]) -> Iterator[tuple[str, str]]:
     """(qualified name of what is assigned to, or else of the function; name of what is called) of
     each call. The method that sets an attribute is left out: `Class._attribute`."""
+    return (found for found in _all_calls_in(tree) if found[1] in names)
+
+
+@cache
+def _all_calls_in(tree: ast.AST) -> list[tuple[str, str]]:
+    """`calls_in` with any name: trees are asked for several sets of names."""
+    calls: list[tuple[str, str]] = []
     todo: list[tuple[ast.AST, tuple[str, ...], str]] = [(tree, (), "")]
     while todo:
         node, scope, target = todo.pop()
@@ -58,11 +65,12 @@ def calls_in(tree: ast.AST, names: set[str]) -> Iterator[tuple[str, str]]:
             scope, target = (*scope, node.name), ""
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr):
             target = _target(node)
-        if isinstance(node, ast.Call) and (called := _called(node)) in names and _counts(node):
+        if isinstance(node, ast.Call) and _counts(node):
             is_attribute = target.startswith("_") and len(scope) > 1
             where = scope[:1] if is_attribute else scope
-            yield ".".join((*where, target) if target else where), called
+            calls.append((".".join((*where, target) if target else where), _called(node)))
         todo += [(child, scope, target) for child in reversed([*ast.iter_child_nodes(node)])]
+    return calls
 
 
 def _counts(node: ast.Call) -> bool:
