@@ -44,16 +44,42 @@ from tests.support.tenants import make
 STREAMS = 8
 MANY = 20
 """requests of which both fronts get some"""
+SLOW_STEPS = hash_server(fronts=2, step_s=0.02, max_batch_size=64)
+"""two fronts over an engine whose streams last long with few tokens, which cost CPU time"""
 Seen = tuple[int, dict[str, str], Any]
 """status, headers and JSON of an answer"""
 
 
+class LastingServer:
+    """A server that the tests share, started when one asks for it: again after one has ended it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stack = contextlib.ExitStack()
+        self._found: Served | None = None
+
+    def get(self) -> Served:
+        """It, running."""
+        if self._found is None or self._found.process.poll() is not None:
+            self.close()
+            self._found = self._stack.enter_context(served(SLOW_STEPS, self._folder / "log"))
+        return self._found
+
+    def close(self) -> None:
+        """End it, unless it has ended."""
+        self._stack.close()
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Two fronts over an engine that takes 4 ms for a step."""
-    log = tmp_path_factory.mktemp("fronts") / "log"
-    with served(hash_server(fronts=2, step_s=0.004, max_batch_size=64), log) as found:
+def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LastingServer]:
+    found = LastingServer(tmp_path_factory.mktemp("fronts"))
+    with contextlib.closing(found):
         yield found
+
+
+@pytest.fixture
+def server(lasting: LastingServer) -> Served:
+    return lasting.get()
 
 
 def ask(port: int, method: str, path: str, body: Any = None, **headers: str) -> Seen:
@@ -127,7 +153,7 @@ async def begun(server: Served, wanted: list[dict[str, Any]]) -> list[tuple[Hear
         await asyncio.gather(*tasks)  # the system has given all of them to one front
 
 
-def streams(count: int = STREAMS, max_tokens: int = 250) -> list[dict[str, Any]]:
+def streams(count: int = STREAMS, max_tokens: int = 60) -> list[dict[str, Any]]:
     return [{**body, "max_tokens": max_tokens, "ignore_eos": True} for body in bodies(count, 40)]
 
 
@@ -146,7 +172,7 @@ async def received(port: int, wanted: list[dict[str, Any]]) -> None:
 
 
 def test_any_front_answers_for_all(server: Served) -> None:
-    wanted = streams(8, 60)
+    wanted = streams(8, 15)
     calm = asyncio.run(alone(server, wanted))
     assert all(heard.is_done for heard in calm)
     found = asyncio.run(begin_and_end(server, wanted))
@@ -175,7 +201,7 @@ async def begin_and_end(server: Served, wanted: list[dict[str, Any]]) -> list[He
 
 def test_a_request_is_cancelled_by_any_front(server: Served) -> None:
     async def cancelled() -> list[Heard]:
-        running = await begun(server, streams(8, 900))
+        running = await begun(server, streams(8, 200))
         for heard, _ in running:
             name = "cmpl-" + heard.headers.split("x-request-id: ")[1][:32]
             status, _, answer = await asyncio.to_thread(
@@ -207,7 +233,7 @@ def test_a_kill_of_the_engine_costs_no_stream_of_any_front(server: Served) -> No
 
 
 def test_a_kill_of_a_front_ends_its_own_connections_alone(server: Served) -> None:
-    wanted = streams(max_tokens=450)
+    wanted = streams(max_tokens=120)
     calm = asyncio.run(alone(server, wanted))
     before = both_fronts(server)
     refused: list[Any] = []
@@ -222,6 +248,7 @@ def test_a_kill_of_a_front_ends_its_own_connections_alone(server: Served) -> Non
                     refused.append(status)
             except OSError as error:
                 refused.append(error)
+            await asyncio.sleep(0.005)
 
     async def under_kill() -> list[Heard | BaseException]:
         nonlocal is_over
@@ -252,7 +279,7 @@ def test_a_kill_of_a_front_ends_its_own_connections_alone(server: Served) -> Non
     after = both_fronts(server)
     assert len(set(before) & set(after)) == 1
     # Both serve streams again.
-    found = asyncio.run(begin_and_end(server, streams(8, 60)))
+    found = asyncio.run(begin_and_end(server, streams(8, 15)))
     assert {f"front-{front_of(each)}" for each in found} == set(after)
 
 
@@ -281,21 +308,20 @@ def test_what_comes_to_a_front_that_is_away_is_answered_by_the_others(server: Se
     both_fronts(server)
 
 
-def test_a_term_lets_the_streams_of_all_fronts_finish(tmp_path: Path) -> None:
+def test_a_term_lets_the_streams_of_all_fronts_finish(server: Served) -> None:
     wanted = streams()
-    with served(hash_server(fronts=2, step_s=0.004, max_batch_size=64), tmp_path / "log") as server:
-        calm = asyncio.run(alone(server, wanted))
+    calm = asyncio.run(alone(server, wanted))
 
-        async def under_term() -> list[Heard]:
-            running = await begun(server, wanted)
-            os.kill(server.process.pid, signal.SIGTERM)
-            return await asyncio.gather(*(task for _, task in running))
+    async def under_term() -> list[Heard]:
+        running = await begun(server, wanted)
+        os.kill(server.process.pid, signal.SIGTERM)
+        return await asyncio.gather(*(task for _, task in running))
 
-        found = asyncio.run(under_term())
-        assert [each.answer for each in found] == [each.answer for each in calm]
-        assert server.process.wait(20) == 0
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", server.port), 5).close()
+    found = asyncio.run(under_term())
+    assert [each.answer for each in found] == [each.answer for each in calm]
+    assert server.process.wait(20) == 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port), 5).close()
 
 
 def test_a_keys_limits_hold_over_all_fronts(tmp_path: Path) -> None:
