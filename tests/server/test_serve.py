@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import functools
+import contextlib
 import os
 import pty
 import re
@@ -12,15 +11,15 @@ import signal
 import socket
 import subprocess
 import sys
-import termios
 import textwrap
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import pytest
 import typer
@@ -260,12 +259,6 @@ CLOSED_TERMINAL = -1
 """in place of a signal"""
 
 
-def lead_session(terminal: int) -> None:
-    """In a new process: be what a terminal runs."""
-    os.setsid()
-    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-
-
 SCRIPT = textwrap.dedent(
     """
     import sys
@@ -275,6 +268,83 @@ SCRIPT = textwrap.dedent(
     serve.run(make_hash_llm(step_s=0.01), address.bind(port=0), settings)
     """
 )
+
+
+FORKS = textwrap.dedent(
+    """
+    import fcntl, os, socket, sys, termios
+    from tests.support.doubles import make_hash_llm
+    from infer.server import address, serve
+    control = socket.socket(fileno=int(sys.argv[1]))
+    while True:
+        drain_s, (terminal, *outputs), _, _ = socket.recv_fds(control, 64, 3)
+        if not drain_s:
+            sys.exit()
+        if not (pid := os.fork()):
+            control.close()
+            os.setsid()
+            fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+            for number, descriptor in enumerate((terminal, *outputs)):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            break
+        for descriptor in (terminal, *outputs):
+            os.close(descriptor)
+        control.send(b"%d" % pid)
+        control.send(b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    settings = serve.ServerSettings(drain_timeout_s=float(drain_s))
+    serve.run(make_hash_llm(step_s=0.01), address.bind(port=0), settings)
+    """
+)
+"""imports what a server needs once, and forks for each server: the imports take a second"""
+
+
+class TerminalServers:
+    """Servers one after the other, each the leader of a session with a terminal of its own."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", FORKS, str(theirs.fileno())],
+                env=ENV,
+                pass_fds=[theirs.fileno()],
+            )
+
+        self._control.settimeout(60)
+        self._pid: int | None = None
+
+    @contextlib.contextmanager
+    def running(self, drain_s: str, terminal: int) -> Iterator[tuple[int, TextIO, TextIO]]:
+        """A server's process id, what it writes to stdout, and to stderr."""
+        (out, out_end), (errors, errors_end) = os.pipe(), os.pipe()
+        with open(out, encoding="utf-8") as said, open(errors, encoding="utf-8") as told:
+            socket.send_fds(self._control, [drain_s.encode()], [terminal, out_end, errors_end])
+            for descriptor in (terminal, out_end, errors_end):
+                os.close(descriptor)
+            pid = self._pid = int(self._control.recv(64))
+            try:
+                yield pid, said, told
+            finally:
+                if self._pid is not None:
+                    os.kill(pid, signal.SIGKILL)
+                    self.wait()
+
+    def wait(self) -> int:
+        """The exit code of the server."""
+        code, self._pid = int(self._control.recv(64)), None
+        return code
+
+    def close(self) -> None:
+        """End the process that forks."""
+        self._control.close()
+        self._process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[TerminalServers]:
+    with contextlib.closing(TerminalServers()) as found:
+        yield found
 
 
 @pytest.mark.parametrize(
@@ -291,26 +361,15 @@ SCRIPT = textwrap.dedent(
         ("10", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM], 60, b"data: [DONE]"),
     ],
 )
-def test_signals(drain_s: str, signals: list[int], num_tokens: int, last: bytes) -> None:
+def test_signals(
+    servers: TerminalServers, drain_s: str, signals: list[int], num_tokens: int, last: bytes
+) -> None:
     """Running requests may finish or get an error; the exit code is 0. HUP ends a server only where
     its terminal is gone."""
     terminal, inside = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, drain_s],
-        env=ENV,
-        stdin=inside,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        preexec_fn=functools.partial(lead_session, inside),
-    )
-    os.close(inside)
-    with process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            port = int(re.findall(r":(\d+) ", line)[0])
+    try:
+        with servers.running(drain_s, inside) as (pid, out, errors):
+            port = int(re.findall(r":(\d+) ", out.readline())[0])
             received = bytearray()
             with socket.create_connection(("127.0.0.1", port), timeout=20) as sock:
                 body = completion_body(max_tokens=num_tokens, stream=True, ignore_eos=True)
@@ -326,20 +385,18 @@ def test_signals(drain_s: str, signals: list[int], num_tokens: int, last: bytes)
                     if number == CLOSED_TERMINAL:
                         os.close(terminal)  # the system sends HUP
                     else:
-                        process.send_signal(number)
+                        os.kill(pid, number)
                     time.sleep(0.15)
                 while piece := sock.recv(65536):
                     received += piece
-            assert process.wait(60) == 0
+            assert servers.wait() == 0
             assert last in received
-            assert process.stderr is not None
-            said = process.stderr.read()
+            said = errors.read()
             assert "Traceback" not in said
             assert ("(most recent call first)" in said) is (signal.SIGUSR1 in signals)
-        finally:
-            process.kill()
-            if CLOSED_TERMINAL not in signals:
-                os.close(terminal)
+    finally:
+        if CLOSED_TERMINAL not in signals:
+            os.close(terminal)
 
 
 def test_stacks_are_written_while_other_threads_work(tmp_path: Path) -> None:

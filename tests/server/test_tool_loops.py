@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from infer.engine.client.async_llm import AsyncLLM
 from infer.engine.client.input import log_tool_use
 from infer.errors import ConfigError
 from infer.text.answer_parser import parser_for
+from infer.text.checkpoint_text import TextFiles
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import FORMATS, THOUGHTS, UNOPENED_THOUGHTS
@@ -356,13 +357,23 @@ def test_the_operator_may_name_the_template_and_the_format(tmp_path: Path) -> No
     assert [each.name for each in FORMATS] == list(TOOL_PARSERS)
 
 
+@cache
+def without_marks() -> tuple[TextFiles, Tokenizer]:
+    """A template that shows no marks of reasoning, where the operator names none."""
+    files = text_of(find_checkpoint(None), EngineConfig())
+    files = replace(files, templates={"default": BARE_LIST}, reasoning_parser=None)
+    return files, LastingTokenizer(files)
+
+
 @pytest.mark.parametrize("name", REASONING_PARSERS)
 def test_the_operator_may_name_the_marks_of_reasoning(name: str) -> None:
     config = EngineConfig.from_kwargs(reasoning_parser=name)
     files = replace(text_of(find_checkpoint(None), config), templates={"default": BARE_LIST})
     marks = Tokenizer(files).thoughts
     assert (marks.name if marks else "none") == name
-    assert Tokenizer(replace(files, reasoning_parser=None)).thoughts is None
+    bare, tokenizer = without_marks()
+    assert replace(files, reasoning_parser=None) == bare
+    assert tokenizer.thoughts is None
     if marks is not None:
         text = f"{'' if marks.begins else marks.opening}Hm{marks.closing}Hi"
         parser = parser_for(marks, None, prompt_end="<|im_start|>assistant\n")

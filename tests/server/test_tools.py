@@ -23,7 +23,16 @@ from tests.support.cases import slow_but
 from tests.support.checkpoints import END_ID, write_tokenizer
 from tests.support.doubles import LastingTokenizer, small_tokenizer
 from tests.support.hash_engine import small_text_files
-from tests.support.serving import BODIES, CHAT, COMPLETIONS, ask, chat_body, scripted, spelled
+from tests.support.serving import (
+    BODIES,
+    CHAT,
+    COMPLETIONS,
+    ask,
+    asking,
+    chat_body,
+    scripted,
+    spelled,
+)
 
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}<tool_call></tool_call>{% endif %}{% for m in messages %}"
@@ -299,15 +308,15 @@ def test_a_grammar_begins_behind_the_thoughts(
     answer, asked = '{"city": "Ulm"}', {"response_format": {"type": "json_object"}}
     if way == "forced":
         answer, asked = CALL, {"tools": [WEATHER], "tool_choice": "required"}  # type: ignore[dict-item]
-    script = [*spelled(said + answer), END_ID]
-    for stream in (False, True):
-        body = chat_body(max_tokens=300, stream=stream, **asked, **options)
-        wire = schema_base.read(ChatBody, body)
-        steps = chat_requests(scripted([], tokenizer=tokenizer), wire, "a-1")
-        [request] = run_steps(steps)
+    engine = scripted([*spelled(said + answer), END_ID], tokenizer=tokenizer)
+    bodies = [chat_body(max_tokens=300, stream=is_, **asked, **options) for is_ in (False, True)]
+    for body in bodies:
+        [request] = run_steps(chat_requests(engine, schema_base.read(ChatBody, body), "a-1"))
         assert request.thoughts == thoughts
-        reply = ask(scripted(script, tokenizer=tokenizer), CHAT, body)
-        if stream:
+    with asking(engine) as post:
+        replies = [post(CHAT, body) for body in bodies]
+    for body, reply in zip(bodies, replies, strict=True):
+        if body["stream"]:
             message, reason = streamed(reply.events())
         else:
             [choice] = reply.json()["choices"]
