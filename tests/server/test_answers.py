@@ -22,6 +22,7 @@ from tests.support.serving import (
     App,
     Reply,
     ask,
+    asking,
     chat_body,
     completion_body,
     scripted,
@@ -229,6 +230,18 @@ def test_a_template_that_refuses_is_the_callers_fault() -> None:
     assert reply.error()["param"] == "messages"
 
 
+OTHERWISE = {
+    *("model", "prompt", "messages", "n", "stream", "stream_options", "stream_format"),
+    *("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "truncation"),
+    *("user", "metadata", *grammar_fields.FIELDS, "session_id"),
+    *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
+    *("echo", "return_token_ids", "timeout", "reasoning_effort", "enable_thinking", "thinking"),
+    *("max_completion_tokens", "logprobs", "top_logprobs", "priority", "logit_bias"),
+    *("reuse_prefix", "prediction", "thinking_token_budget"),
+}
+"""fields that do not go to the engine under their own names"""
+
+
 def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """No accepted option is dropped on the way to the engine."""
     sampling = {
@@ -254,48 +267,40 @@ def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
         "allowed_token_ids": [*range(60)],
         "bad_words": ["z"],
     }
-    for path, extra, logprobs in (
-        (COMPLETIONS, {"logprobs": 3}, 3),
-        (CHAT, {"logprobs": True, "top_logprobs": 3, "thinking_token_budget": 7}, 3),
-        (CHAT, {"logprobs": True}, 0),
-        (CHAT, {}, None),
-        (COMPLETIONS, {"logprobs": 0}, 0),
-    ):
-        engine = make_hash_llm()
-        real = engine.make_request
-        made: list[Any] = []
+    engine = make_hash_llm()
+    real, made = engine.make_request, list[Any]()
 
-        def make(*args: Any, real: Any = real, made: list[Any] = made, **kwargs: Any) -> Any:
-            made.append(real(*args, **kwargs))
-            return made[-1]
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made.append(real(*args, **kwargs))
+        return made[-1]
 
-        monkeypatch.setattr(engine, "make_request", make)
-        body = BODIES[path](**sampling, **lists, **extra, priority=-5, logit_bias={"65": 1.5})
-        body["guided_choice"] = ["a", "b"]
-        body["prediction"] = {"type": "content", "content": "likely"}
-        assert ask(engine, path, body).status == 200
-        [request] = made
-        assert request.priority == -5
-        assert {name: getattr(request.sampling, name) for name in sampling} == sampling
-        assert {name: list(getattr(request.sampling, name)) for name in lists} == lists
-        assert request.sampling.logit_bias == ((65, 1.5),)
-        assert request.sampling.prediction == "likely"
-        assert request.prediction_token_ids == tuple(spelled("likely"))
-        assert request.sampling.grammar == Grammar.choice(["a", "b"])
-        assert request.sampling.logprobs == logprobs
-        budget = extra.get("thinking_token_budget")
-        assert request.sampling.thinking_token_budget == budget
-        handled = {"model", "prompt", "messages", "n", "stream", "stream_options", "stream_format"}
-        hints = {"user", "metadata", *grammar_fields.FIELDS, "session_id"}
-        hints |= {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"}
-        hints |= {"echo", "return_token_ids", "timeout"}
-        hints |= {"reasoning_effort", "enable_thinking", "thinking"}
-        handled |= {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-        handled |= {"truncation"}
-        aliases = {"max_completion_tokens", "logprobs", "top_logprobs", "priority", "logit_bias"}
-        aliases |= {"reuse_prefix", "prediction", "thinking_token_budget"}
-        model = CompletionBody if path == COMPLETIONS else ChatBody
-        assert set(model.model_fields) <= {*sampling, *lists, *handled, *hints, *aliases}
+    monkeypatch.setattr(engine, "make_request", make)
+    with asking(engine) as post:
+        for path, extra, logprobs in (
+            (COMPLETIONS, {"logprobs": 3}, 3),
+            (CHAT, {"logprobs": True, "top_logprobs": 3, "thinking_token_budget": 7}, 3),
+            (CHAT, {"logprobs": True}, 0),
+            (CHAT, {}, None),
+            (COMPLETIONS, {"logprobs": 0}, 0),
+        ):
+            body = BODIES[path](**sampling, **lists, **extra, priority=-5, logit_bias={"65": 1.5})
+            body["guided_choice"] = ["a", "b"]
+            body["prediction"] = {"type": "content", "content": "likely"}
+            assert post(path, body).status == 200
+            request = made.pop()
+            assert not made
+            assert request.priority == -5
+            assert {name: getattr(request.sampling, name) for name in sampling} == sampling
+            assert {name: list(getattr(request.sampling, name)) for name in lists} == lists
+            assert request.sampling.logit_bias == ((65, 1.5),)
+            assert request.sampling.prediction == "likely"
+            assert request.prediction_token_ids == tuple(spelled("likely"))
+            assert request.sampling.grammar == Grammar.choice(["a", "b"])
+            assert request.sampling.logprobs == logprobs
+            budget = extra.get("thinking_token_budget")
+            assert request.sampling.thinking_token_budget == budget
+            model = CompletionBody if path == COMPLETIONS else ChatBody
+            assert set(model.model_fields) <= {*sampling, *lists, *OTHERWISE}
 
 
 def test_a_long_prompt_is_taken_in_beside_the_event_loop() -> None:

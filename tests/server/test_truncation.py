@@ -8,6 +8,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from infer.server.openai.schema_base import read
 from infer.server.openai.truncation import Dropped, Fitted, droppable, fitted
 from infer.text.tokenizer import Tokenizer
 from infer.text.untrusted.workers import Steps, run_steps
-from tests.support.doubles import make_hash_llm
+from tests.support.doubles import LastingTokenizer, make_hash_llm
 from tests.support.hash_engine import small_text_files
 from tests.support.serving import CHAT, COMPLETIONS, App, ask, chat_body, check_refused, with_app
 
@@ -39,11 +40,14 @@ STRICT = (  # roles must alternate, and calls and results are shown
 )
 
 
+@cache
+def tokenizer_of(source: str) -> Tokenizer:
+    return LastingTokenizer(replace(small_text_files(), templates={"default": source}))
+
+
 def engine(source: str | None = None, **settings: Any) -> AsyncLLM:
-    files = small_text_files()
-    if source is not None:
-        files = replace(files, templates={"default": source})
-    return make_hash_llm(tokenizer=Tokenizer(files), max_seq_len=SIZE, **settings)
+    tokenizer = None if source is None else tokenizer_of(source)
+    return make_hash_llm(tokenizer=tokenizer, max_seq_len=SIZE, **settings)
 
 
 def user(text: str) -> dict[str, Any]:
