@@ -23,6 +23,7 @@ from tests.support.serving import (
     COMPLETIONS,
     App,
     ask,
+    asking,
     chat_body,
     scripted,
     spelled,
@@ -136,14 +137,15 @@ def test_arguments_are_an_object_whatever_a_schema_says(way: ToolFormat) -> None
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stream_has_the_same_header(stream: bool) -> None:
     schema = within({"type": "string", "format": 'pä"th\r\nx-other: 1'})
-    reply = ask(hi(), CHAT, chat_body(guided_json=schema, stream=stream))
+    many = {"type": "object", "properties": {f"p{i}": {"not": {}} for i in range(900)}}
+    with asking(hi()) as post:
+        reply = post(CHAT, chat_body(guided_json=schema, stream=stream))
+        other = post(CHAT, chat_body(guided_json=many, stream=stream))
     assert reply.headers["x-warning"].isascii()
     assert reply.headers["x-warning"].startswith("not enforced: guided_json.properties.v: format")
     assert "x-other" not in reply.headers
-    many = {"type": "object", "properties": {f"p{i}": {"not": {}} for i in range(900)}}
-    reply = ask(hi(), CHAT, chat_body(guided_json=many, stream=stream))
-    assert "and 892 more" in reply.headers["x-warning"]
-    assert len(reply.headers["x-warning"]) < 1000
+    assert "and 892 more" in other.headers["x-warning"]
+    assert len(other.headers["x-warning"]) < 1000
 
 
 def test_a_tool_that_cannot_be_served_is_named() -> None:

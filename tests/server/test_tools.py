@@ -139,6 +139,7 @@ def test_who_gets_to_see_what(tokenizer: Tokenizer) -> None:
 
 
 def test_a_forced_call_has_a_grammar(tokenizer: Tokenizer) -> None:
+    engine = scripted([], tokenizer=tokenizer)
     for choice, parallel, many in (
         ("required", True, True),
         ("required", False, False),
@@ -146,7 +147,6 @@ def test_a_forced_call_has_a_grammar(tokenizer: Tokenizer) -> None:
     ):
         fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": parallel}
         wire = schema_base.read(ChatBody, chat_body(**fields, max_tokens=300))
-        engine = scripted([], tokenizer=tokenizer)
         [request] = run_steps(chat_requests(engine, wire, "a-1"))
         grammar = request.sampling.grammar
         assert isinstance(grammar, Grammar)
