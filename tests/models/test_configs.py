@@ -8,6 +8,7 @@ but sizes; what each form means is what the form means that transformers writes.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -17,17 +18,13 @@ from infer.errors import LoadError
 from infer.models.model_config import ModelConfig
 from infer.models.registry import ARCHITECTURES, MODEL_TYPES, parse_model_config
 from tests.support.cases import over
-from tests.support.checkpoints import FAMILIES, VISIONS, architecture_of, make_config
+from tests.support.checkpoints import FAMILIES, VISIONS, architecture_of, written_config
 from tests.support.model_shapes import SHAPES
 
 CASES = [(family, name) for family, shapes in SHAPES.items() for name in shapes]
 
 
-def written(family: str, **shape: Any) -> dict[str, Any]:
-    """What transformers writes for a shape."""
-    shape.pop("shard_bytes", None)
-    fields: dict[str, Any] = make_config(family, **shape).to_dict()
-    return {**fields, "architectures": [architecture_of(family)]}
+_written_once = functools.cache(written_config)
 
 
 def in_old_keys(fields: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +57,7 @@ def in_old_keys(fields: dict[str, Any]) -> dict[str, Any]:
 def test_old_keys_mean_the_same(case: tuple[str, str]) -> None:
     """transformers reads the old keys, too, and writes them anew."""
     family, name = case
-    old = in_old_keys(written(family, **SHAPES[family][name]))
+    old = in_old_keys(written_config(family, **SHAPES[family][name]))
     kind = getattr(transformers, f"{FAMILIES[family][0]}Config")
     theirs = {**kind.from_dict(copy.deepcopy(old)).to_dict(), "architectures": old["architectures"]}
     assert parse_model_config(old, "old") == parse_model_config(theirs, "new")
@@ -131,7 +128,7 @@ def test_heads_of_keys_that_are_absent_are_as_many_as_in_the_class(family: str) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_architecture_may_be_absent(family: str) -> None:
-    fields = written(family)
+    fields = copy.deepcopy(_written_once(family))
     del fields["architectures"]
     assert parse_model_config(fields, "it").architecture == architecture_of(family)
 
@@ -181,7 +178,7 @@ FOREIGN = {
 @over("name", FOREIGN)
 def test_a_field_of_another_family_is_honoured_or_refused(family: str, name: str) -> None:
     """It is never ignored: the config is another one, or the field is named."""
-    fields = written(family)
+    fields = copy.deepcopy(_written_once(family))
     inner = fields.get("text_config", fields)
     before = parse_model_config(fields, "it")
     inner[name] = FOREIGN[name]

@@ -81,7 +81,7 @@ def test_gpt2(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "mixed.gguf"
-    write(path, "llama", make_model("llama", **WIDE), Q.Q4_K, Q.Q6_K)
+    write(path, "llama", make_model("llama", **WIDE), Q.Q4_K, Q.Q6_K, chat=False)
     return path
 
 
@@ -137,7 +137,7 @@ def test_int4_keeps_what_is_about_as_small(case: str, tmp_path: Path) -> None:
     """Its answers are then those of the file's own blocks."""
     kind, head, shape, is_kept = INT4[case]
     path = tmp_path / "m.gguf"
-    write(path, "llama", make_model("llama", **{**WIDE, **shape}), kind, head)
+    write(path, "llama", make_model("llama", **{**WIDE, **shape}), kind, head, chat=False)
     plans = {
         dtype: plan_for(EngineConfig(model=str(path), device="cpu", dtype=dtype))
         for dtype in ("auto", "int4")

@@ -56,13 +56,10 @@ def test_offline_and_cached_is_found(tmp_path: Path) -> None:
     write_checkpoint(repo / "snapshots" / commit)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit, encoding="utf-8")
-    result = in_a_process(tmp_path, "print(locate('owner/name'))", HF_HUB_OFFLINE="1")
-    assert str(repo / "snapshots" / commit) in result.stdout, result.stderr
-    pinned = f"print(locate('owner/name', revision='{commit}'))"
-    result = in_a_process(tmp_path, pinned, HF_HUB_OFFLINE="1")
-    assert str(repo / "snapshots" / commit) in result.stdout, result.stderr
-    other = "locate('owner/name', revision='v2')"
-    result = in_a_process(tmp_path, other, HF_HUB_OFFLINE="1")
+    latest, pinned = "print(locate('owner/name')[0])", f"locate('owner/name', revision='{commit}')"
+    code = f"{latest}\nprint({pinned}[0])\nlocate('owner/name', revision='v2')"
+    result = in_a_process(tmp_path, code, HF_HUB_OFFLINE="1")
+    assert result.stdout.splitlines() == [str(repo / "snapshots" / commit)] * 2, result.stderr
     assert "owner/name (revision v2) is not in the local hub cache" in result.stderr
 
 

@@ -24,6 +24,7 @@ from infer.models.weights import open_checkpoint
 from infer.text.checkpoint_text import read_text_files
 from infer.text.tokenizer import Tokenizer
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
+from tests.support.ready_templates import template_of
 
 Change = Callable[[Path], None]
 
@@ -178,6 +179,12 @@ def _read(folder: Path) -> tuple[Any, Any, dict[str, torch.Tensor]]:
 
 
 _read_once = functools.cache(_read)
+
+
+@pytest.fixture(autouse=True)
+def templates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most forms have the same template: one process renders it for all of them."""
+    monkeypatch.setattr("infer.text.tokenizer.ChatTemplate", template_of)
 
 
 @pytest.mark.parametrize("form", SAME)

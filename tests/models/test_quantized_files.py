@@ -36,7 +36,7 @@ from infer.models.quantized_config import FILES, METHODS, REFUSED
 from infer.models.quantized_layouts import LAYOUTS
 from infer.models.registry import parse_model_config
 from tests.support.cases import one_of, over
-from tests.support.checkpoints import make_model
+from tests.support.checkpoints import make_model, written_config
 from tests.support.parity import WAYS, Bench
 from tests.support.quantized_files import (
     FORMATS,
@@ -86,12 +86,32 @@ def written(folder: Path, name: str, family: str) -> Any:
     return write_quantized(folder, name, family, **shape)
 
 
+def config_with(quantization: Any) -> dict[str, Any]:
+    """The config of a small model that has this `quantization_config`."""
+    return written_config("llama") | {"quantization_config": quantization}
+
+
+Files = Callable[[str], tuple[Path, Any]]
+
+
+@pytest.fixture(scope="module")
+def whole_files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Function that returns a folder in a format, which is written once and is not to be changed,
+    and transformers' model of it. It has one layer."""
+
+    @functools.cache
+    def whole(name: str) -> tuple[Path, Any]:
+        folder = tmp_path_factory.mktemp("whole")
+        return folder, write_quantized(folder, name, num_hidden_layers=1)
+
+    return whole
+
+
 def test_every_method_and_layout_has_an_example() -> None:
     assert {kind.config["quant_method"] for kind in FORMATS.values()} == METHODS.keys()
     used: set[str] = set()
     for kind in FORMATS.values():
-        raw = {**make_model("llama").config.to_dict(), "quantization_config": dict(kind.config)}
-        config = parse_model_config({**raw, "architectures": ["LlamaForCausalLM"]}, "config")
+        config = parse_model_config(config_with(dict(kind.config)), "config")
         assert config.quantization is not None
         used |= {scheme.layout for scheme in config.quantization.schemes}
         assert {scheme.held() for scheme in config.quantization.schemes} == {kind.held}
@@ -101,8 +121,9 @@ def test_every_method_and_layout_has_an_example() -> None:
 @pytest.mark.parametrize(("name", "family"), one_of(2, CASES, first=1))
 def test_the_numbers_are_those_of_the_file(name: str, family: str, tmp_path: Path) -> None:
     theirs = written(tmp_path, name, family)
+    bench = Bench(tmp_path, PAGE)
     for way in ("prefill", "decode"):
-        assert WAYS[way](Bench(tmp_path, PAGE, attention="auto"), theirs) <= TOLERANCE
+        assert WAYS[way](bench.emptied("auto"), theirs) <= TOLERANCE
 
 
 @native
@@ -111,9 +132,10 @@ def test_what_serves_is_as_near_as_the_reference_loop(
     name: str, family: str, tmp_path: Path
 ) -> None:
     theirs = written(tmp_path, name, family)
+    bench = Bench(tmp_path, PAGE, torch.bfloat16)
     for way in ("mixed batch", "decode"):
-        served = WAYS[way](Bench(tmp_path, PAGE, torch.bfloat16, attention="auto"), theirs)
-        loop = WAYS[way](Bench(tmp_path, PAGE, torch.bfloat16), theirs)
+        served = WAYS[way](bench.emptied("auto"), theirs)
+        loop = WAYS[way](bench.emptied("sdpa"), theirs)
         assert loop <= 0.25
         assert served <= 2 * loop + TOLERANCE, (served, loop)
 
@@ -121,12 +143,13 @@ def test_what_serves_is_as_near_as_the_reference_loop(
 @native
 @pytest.mark.parametrize("name", [name for name, kind in FORMATS.items() if kind.held])
 def test_weights_are_held_without_rounding(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, whole_files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the kernels get is, number by number, what the file means."""
+    """What the kernels get is, number by number, what the file means. The native stack computes
+    the layers: how the weights are stored is no property that it has to know."""
     caplog.set_level(logging.INFO)
-    kind, theirs = FORMATS[name], write_quantized(tmp_path, name, num_hidden_layers=1)
-    checkpoint = find_checkpoint(str(tmp_path))
+    kind, (folder, theirs) = FORMATS[name], whole_files(name)
+    checkpoint = find_checkpoint(str(folder))
     assert checkpoint.blocks is not None
     assert checkpoint.blocks.kinds == (kind.held,)
     checked = 0
@@ -137,7 +160,8 @@ def test_weights_are_held_without_rounding(
         assert torch.equal(numbers(held[0]), layer.weight.double()), module
         checked += 1
     assert checked >= 7
-    Bench(tmp_path, PAGE, torch.bfloat16)
+    model: Any = Bench(folder, PAGE, torch.bfloat16, attention="auto").model
+    assert model.stack is not None
     lines = [each.message for each in caplog.records if "weights held in" in each.message]
     assert len(lines) == 1
     assert f"held in {kind.held}" in lines[0]
@@ -181,8 +205,7 @@ def test_a_weight_takes_the_room_of_its_file(name: str) -> None:
     kind = FORMATS[name]
     tensors, _ = kind.write(torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)))
     in_file = sum(tensor.nbytes for each, tensor in tensors.items() if each != "g_idx")
-    raw = {**make_model("llama").config.to_dict(), "quantization_config": dict(kind.config)}
-    config = parse_model_config({**raw, "architectures": ["LlamaForCausalLM"]}, "config")
+    config = parse_model_config(config_with(dict(kind.config)), "config")
     assert config.quantization is not None
     (scheme,) = config.quantization.schemes
     held = scheme.held(1024)
@@ -195,31 +218,23 @@ def test_a_weight_takes_the_room_of_its_file(name: str) -> None:
 
 @native
 @pytest.mark.parametrize("name", [name for name, kind in FORMATS.items() if kind.held])
-def test_int4_keeps_what_has_4_bits(name: str, tmp_path: Path) -> None:
-    write_quantized(tmp_path, name, num_hidden_layers=1)
+def test_int4_keeps_what_has_4_bits(name: str, whole_files: Files) -> None:
+    folder, _ = whole_files(name)
     held, has_8_bits = FORMATS[name].held, FORMATS[name].held in ("int8", "Q8_0", "U8_128")
-    products = plan_for(EngineConfig(model=str(tmp_path), device="cpu", dtype="int4")).products
+    products = plan_for(EngineConfig(model=str(folder), device="cpu", dtype="int4")).products
     assert held is not None
     assert (f"in the file's own {held}" in products) == (not has_8_bits)
     assert ("blocks of 4 bits" in products) == has_8_bits
 
 
-@native
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_native_stack_computes_the_layers(name: str, tmp_path: Path) -> None:
-    """How the weights are stored is no property that the stack has to know."""
-    write_quantized(tmp_path, name, num_hidden_layers=1)
-    model: Any = Bench(tmp_path, PAGE, torch.bfloat16, attention="auto").model
-    assert model.stack is not None
-
-
 @pytest.mark.parametrize("name", [name for name, kind in FORMATS.items() if not kind.held])
 def test_what_is_widened_is_said_in_one_line(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, whole_files: Files, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And the native stack computes the layers."""
     caplog.set_level(logging.INFO)
-    write_quantized(tmp_path, name, num_hidden_layers=1)
-    Bench(tmp_path, PAGE, torch.bfloat16)
+    model: Any = Bench(whole_files(name)[0], PAGE, torch.bfloat16, attention="auto").model
+    assert (model.stack is not None) == (native_obstacle() is None)
     lines = [each.message for each in caplog.records if "widened" in each.message]
     assert len(lines) == 1
     assert "7 weights widened to bfloat16 (" in lines[0]
@@ -471,9 +486,8 @@ BAD_CONFIGS: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", BAD_CONFIGS)
 def test_a_config_that_is_not_supported_is_refused_by_name(name: str) -> None:
     config, message = BAD_CONFIGS[name]
-    raw = {**make_model("llama").config.to_dict(), "quantization_config": config}
     with pytest.raises(LoadError) as caught:
-        parse_model_config({**raw, "architectures": ["LlamaForCausalLM"]}, "config.json")
+        parse_model_config(config_with(config), "config.json")
     assert message in str(caught.value)
 
 
@@ -490,7 +504,7 @@ def variants(value: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_config_is_read_or_refused(name: str) -> None:
     """And what is read can be planned with."""
-    raw = {**make_model("llama").config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    raw = config_with(None)
     refused: list[str] = []
     for config in variants(dict(FORMATS[name].config)):
         try:
@@ -578,32 +592,25 @@ FAULTS = faults()
 
 
 @pytest.fixture(scope="module")
-def whole_files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Function that returns a folder in a format, which is written once."""
+def copied(whole_files: Files, tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Function that returns a copy of such a folder, for tensors of one's own, and its tensors."""
 
     @functools.cache
-    def folder(name: str) -> Path:
-        found = tmp_path_factory.mktemp("whole")
-        shape = {"intermediate_size": 96, **FORMATS[name].shape}
-        write_quantized(found, name, num_hidden_layers=1, **shape)
-        return found
+    def folder(name: str) -> tuple[Path, dict[str, Tensor]]:
+        copy = shutil.copytree(whole_files(name)[0], tmp_path_factory.mktemp("copied") / "it")
+        return copy, load_file(copy / "model.safetensors")
 
     return folder
 
 
 @over("fault", FAULTS)
 def test_a_tensor_that_is_wrong_is_named(
-    fault: str,
-    tmp_path: Path,
-    whole_files: Callable[[str], Path],
-    monkeypatch: pytest.MonkeyPatch,
+    fault: str, copied: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is allocated for the model before it is known."""
     name, spoil, message = FAULTS[fault]
-    folder = tmp_path / "it"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(whole_files(name), folder)
-    tensors = load_file(folder / "model.safetensors")
+    folder, whole = copied(name)
+    tensors = dict(whole)
     spoil(tensors)
     save_file(tensors, folder / "model.safetensors")
 

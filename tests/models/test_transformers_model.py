@@ -7,6 +7,7 @@ What the cache does not hold, or attention does not compute, must be refused by 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
@@ -98,7 +99,7 @@ def write_foreign(folder: Path, family: str, **shape: Any) -> Any:
             else:
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, chat=False)
     return model
 
 
@@ -109,13 +110,11 @@ def bench(folder: Path, dtype: torch.dtype = torch.float32) -> Bench:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
     """Family → (folder, transformers' model)."""
-    made: dict[str, tuple[Path, Any]] = {}
 
+    @functools.cache
     def pair(family: str) -> tuple[Path, Any]:
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            made[family] = folder, write_foreign(folder, family)
-        return made[family]
+        folder = tmp_path_factory.mktemp(family)
+        return folder, write_foreign(folder, family)
 
     return pair
 
@@ -123,11 +122,16 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
 Pairs = Callable[[str], tuple[Path, Any]]
 
 
+@pytest.fixture(scope="module")
+def benches(pairs: Pairs) -> Callable[[str], Bench]:
+    """Family → a bench of its model in float32, read once; its `emptied` is to be used."""
+    return functools.cache(lambda family: bench(pairs(family)[0]))
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits(pairs: Pairs, family: str, way: str) -> None:
-    folder, theirs = pairs(family)
-    assert WAYS[way](bench(folder), theirs) <= TOLERANCE
+def test_logits(pairs: Pairs, benches: Callable[[str], Bench], family: str, way: str) -> None:
+    assert WAYS[way](benches(family).emptied("auto"), pairs(family)[1]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -243,6 +243,13 @@ def make_config(family: str, **shape: object) -> Any:
     return getattr(transformers, f"{name}Config")(**fields)
 
 
+def written_config(family: str, **shape: object) -> dict[str, Any]:
+    """What transformers writes into config.json of a small model."""
+    shape.pop("shard_bytes", None)
+    fields: dict[str, Any] = make_config(family, **shape).to_dict()
+    return {**fields, "architectures": [architecture_of(family)]}
+
+
 def make_model(family: str, *, seed: int = 0, **shape: object) -> Any:
     """A small random model of transformers, in float32.
 
@@ -274,11 +281,13 @@ def write_checkpoint(
     shard_bytes: int | None = None,
     seed: int = 0,
     rounded: bool = False,
+    chat: bool = True,
     **shape: object,
 ) -> Any:
     """Let transformers write a small random checkpoint with a tokenizer; returns its model.
 
-    `rounded`: every weight is a number of bfloat16.
+    `rounded`: every weight is a number of bfloat16. `chat`: with a chat template, for which an
+    engine starts a process, unless the family is older than chats.
     """
     model = make_model(family, seed=seed, **shape)
     if rounded:
@@ -286,7 +295,7 @@ def write_checkpoint(
             parameter.data = parameter.data.bfloat16().float()
     model.save_pretrained(folder, max_shard_size=shard_bytes or "5GB")
     has_bos = family not in UNCHATTED and not family.startswith("qwen")
-    write_tokenizer(folder, chat=family not in UNCHATTED, add_bos=has_bos)
+    write_tokenizer(folder, chat=chat and family not in UNCHATTED, add_bos=has_bos)
     return model
 
 

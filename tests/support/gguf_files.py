@@ -77,7 +77,7 @@ UNWRITTEN = (Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS)
 """Types that the package cannot make of numbers."""
 
 
-def add_text(writer: gguf.GGUFWriter) -> None:
+def add_text(writer: gguf.GGUFWriter, *, chat: bool = True) -> None:
     """Add the tokenizer of `checkpoints.write_tokenizer` and one merge.
 
     The merge is needed because the format has no empty lists. It joins two zero bytes to a token
@@ -93,7 +93,8 @@ def add_text(writer: gguf.GGUFWriter) -> None:
     writer.add_eos_token_id(EOS_ID)
     writer.add_eot_token_id(END_ID)
     writer.add_add_bos_token(True)
-    writer.add_chat_template(CHAT_TEMPLATE)
+    if chat:
+        writer.add_chat_template(CHAT_TEMPLATE)
 
 
 ONE_MORE = ("gemma", "gemma2", "gemma3", "nemotron")
@@ -191,12 +192,14 @@ def write(
     head: Q | None = None,
     *,
     sampling: Mapping[str, float] | None = None,
+    chat: bool = True,
     **keys: Any,
 ) -> Any:
     """Write a model as a file; afterwards the model has the same weights as the file.
 
     Matrices are stored as `kind`, the output head as `head`. `keys` are added to the metadata, as
-    are the settings of `sampling`.
+    are the settings of `sampling`, and a chat template if `chat`, for which an engine starts a
+    process.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, arch)
@@ -244,7 +247,7 @@ def write(
             writer.add_int32(name, value)
         else:
             writer.add_float32(name, value)
-    add_text(writer)
+    add_text(writer, chat=chat)
 
     names = gguf.get_tensor_name_map(
         next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch),

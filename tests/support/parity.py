@@ -9,13 +9,17 @@ largest difference of logits relative to their scale. Tests assert on the differ
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from infer.attention.layout import AttentionBackend
 from infer.engine.build.checkpoint import find_checkpoint
 from infer.engine.build.runner_factory import make_attention
 from infer.models.model import build_model
@@ -52,9 +56,28 @@ class Bench:
             self.model = build_model(self.config, source, self.config.max_seq_len)
         else:
             self.model = checkpoint.borrowed(dtype)
-        self.storage = KVStorage(self.config, 300, page_size, dtype=dtype, device=cpu)
-        self.backend = make_attention(attention, self.storage, self.config)
-        self.allocator = PageAllocator(300, page_size)
+        self.page_size, self.dtype, self.attention = page_size, dtype, attention
+
+    @functools.cached_property
+    def storage(self) -> KVStorage:
+        cpu = torch.device("cpu")
+        return KVStorage(self.config, 300, self.page_size, dtype=self.dtype, device=cpu)
+
+    @functools.cached_property
+    def backend(self) -> AttentionBackend:
+        return make_attention(self.attention, self.storage, self.config)
+
+    @functools.cached_property
+    def allocator(self) -> PageAllocator:
+        return PageAllocator(300, self.page_size)
+
+    def emptied(self, attention: str) -> Bench:
+        """A bench of the same model with a cache and an attention of its own."""
+        other = copy.copy(self)
+        for name in ("storage", "backend", "allocator"):
+            other.__dict__.pop(name, None)
+        other.attention = attention
+        return other
 
     def sequence(self, tokens: list[int], *, matched: bool = True) -> Sequence:
         request = Request(str(id(tokens)), tuple(tokens), SamplingParams(), 0, 1)
@@ -82,12 +105,23 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
     return torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
 
 
+_KNOWN: WeakKeyDictionary[Any, dict[tuple[int, ...], Tensor]] = WeakKeyDictionary()
+"""Model → text → its logits."""
+
+
 def reference(model: Any, tokens: list[int]) -> Tensor:
-    """Logits [n, V] of a text by transformers' model, or by a bench."""
+    """Logits [n, V] of a text by transformers' model, or by a bench.
+
+    They are computed once: weights must not change after that."""
+    known = _KNOWN.setdefault(model, {})
+    if (logits := known.get(tuple(tokens))) is not None:
+        return logits
     if isinstance(model, Bench):
-        return model.step((model.sequence(tokens, matched=False), len(tokens)))[0]
-    with torch.inference_mode():
-        logits: Tensor = model(torch.tensor([tokens])).logits[0]
+        logits = model.step((model.sequence(tokens, matched=False), len(tokens)))[0]
+    else:
+        with torch.inference_mode():
+            logits = model(torch.tensor([tokens])).logits[0]
+    known[tuple(tokens)] = logits
     return logits
 
 
@@ -105,7 +139,8 @@ def prefill(bench: Bench, theirs: Any) -> float:
 def decode(bench: Bench, theirs: Any) -> float:
     tokens = tokens_of(70, seed=1)
     sequence = bench.sequence(tokens)
-    ours = torch.cat([bench.step((sequence, 1))[0] for _ in tokens])
+    counts = [*[1] * 10, 35, *[1] * 25]  # single tokens from the first one on, and at long contexts
+    ours = torch.cat([bench.step((sequence, n))[0] for n in counts])
     return deviation(ours, reference(theirs, tokens))
 
 

@@ -44,15 +44,11 @@ class Format:
 
 def packed(numbers: Tensor, bits: int) -> Tensor:
     """Numbers [n, m] as one stream of bits for each row, lowest bits first: int32 [n, words]."""
-    count = -(-numbers.shape[1] * bits // 32)
-    words = np.zeros((len(numbers), count + 1), dtype=np.uint64)
-    for i in range(numbers.shape[1]):
-        value = numbers[:, i].numpy().astype(np.uint64)
-        word, shift = divmod(i * bits, 32)
-        wide = value << np.uint64(shift)
-        words[:, word] |= wide & np.uint64(0xFFFFFFFF)
-        words[:, word + 1] |= wide >> np.uint64(32)
-    return torch.from_numpy(words[:, :count].astype(np.uint32).view(np.int32).copy())
+    width = numbers.shape[1] * bits
+    stream = numbers.numpy()[:, :, None] >> np.arange(bits) & 1
+    padded = np.zeros((len(numbers), -(-width // 32) * 32), dtype=np.uint8)
+    padded[:, :width] = stream.reshape(len(numbers), width)
+    return torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32))
 
 
 @dataclass(frozen=True)
@@ -461,7 +457,7 @@ def write_as(folder: Path, kind: Format, model: Any, family: str = "llama") -> A
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     save_file(state, file, metadata={"format": "pt"})
     has_bos = family not in UNCHATTED and not family.startswith("qwen")
-    write_tokenizer(folder, chat=family not in UNCHATTED, add_bos=has_bos)
+    write_tokenizer(folder, chat=False, add_bos=has_bos)
     return model
 
 

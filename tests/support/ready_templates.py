@@ -9,28 +9,29 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import pytest
 
 from infer.text.chat_template import ChatTemplate
 
+SPECIAL_TOKENS: Mapping[str, str] = MappingProxyType({"bos_token": "<s>", "eos_token": "</s>"})
+
 
 @functools.lru_cache(24)
-def template_of(
-    source: str, names: tuple[tuple[str, str], ...] = (("bos_token", "<s>"), ("eos_token", "</s>"))
-) -> ChatTemplate:
-    """A template, compiled once. `names`: the special tokens that it may use."""
-    return ChatTemplate(source, dict(names))
+def _compiled(source: str, tokens: tuple[tuple[str, str], ...]) -> ChatTemplate:
+    return ChatTemplate(source, dict(tokens))
+
+
+def template_of(source: str, special_tokens: Mapping[str, str] = SPECIAL_TOKENS) -> ChatTemplate:
+    """A template with its special tokens, compiled once."""
+    return _compiled(source, tuple(special_tokens.items()))
 
 
 @contextmanager
 def templates_kept() -> Iterator[None]:
     """Meanwhile the tokenizers of all engines of this process have such templates."""
-
-    def kept(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
-        return template_of(source, tuple(special_tokens.items()))
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("infer.text.tokenizer.ChatTemplate", kept)
+        patch.setattr("infer.text.tokenizer.ChatTemplate", template_of)
         patch.setattr(ChatTemplate, "rest", lambda self: None)
         yield
