@@ -5,6 +5,7 @@ The pages that are made from recorded results are the ones that the results give
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -115,7 +116,7 @@ def test_quality_of_a_gguf_file(load: Load, tmp_path: Path) -> None:
     from tests.support.gguf_files import write
 
     shape = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
-    write(tmp_path / "m.gguf", "llama", make_model("llama", **shape), Q.Q8_0)
+    write(tmp_path / "m.gguf", "llama", make_model("llama", **shape), Q.Q8_0, chat=False)
     (tmp_path / "text").write_text("Two engines read one text. " * 4, encoding="utf-8")
     program = load("quality", tmp_path / "m.gguf", "--tokens", 60, "--window", 25, "--text",
                    tmp_path / "text", "--formats", "f32,blocks,q8_0,q4_k,q4_0", "--json",
@@ -163,7 +164,10 @@ def test_a_checkpoint_of_a_shape(
 def test_modes(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
     from infer.bench.comparison import mixed
 
-    load("modes", mixed=lambda: mixed(3), NUM_REQUESTS=3).main()
+    prompts, params = mixed(3)
+    lengths = zip(params, (4, 16, 16), strict=True)
+    short = [dataclasses.replace(each, max_tokens=most) for each, most in lengths]
+    load("modes", mixed=lambda: (prompts, short), NUM_REQUESTS=3).main()
     shown = capsys.readouterr().out
     assert shown.count("\n| ") == 4
     assert "greedy tokens of all 3 requests equal in the four ways: True" in shown

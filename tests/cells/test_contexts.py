@@ -68,21 +68,20 @@ def all_logits(model: CellModel, tokens: list[int]) -> np.ndarray:
 
 def test_batch_decode(model: CellModel, prompts: list[list[int]]) -> None:
     """Several sequences in one batch, in any order, in parts of any size, then token by token."""
+    more = [[(7 * step + seq) % 500 for step in range(12)] for seq in range(3)]
+    wanted = [all_logits(model, prompts[seq] + more[seq]) for seq in range(3)]
     for n_ubatch in (512, 5, 1):
         mixed = context(model, n_ubatch=n_ubatch)
         assert mixed.decode(joined(prompts, lambda seq, pos: pos + 1 == len(prompts[seq]))) == 0
-        tokens = [list(prompt) for prompt in prompts]
         for step in range(12):
-            ends = [len(each) - 1 for each in tokens]
-            for seq in range(3):
-                rows = mixed.logits()
-                order = sorted(range(3), key=lambda s: (ends[s], s)) if step == 0 else range(3)
-                wanted = all_logits(model, tokens[seq])[-1]
-                np.testing.assert_allclose(rows[list(order).index(seq)], wanted, atol=2e-4)
+            ends = [len(prompt) - 1 + step for prompt in prompts]
+            rows = mixed.logits()
+            order = sorted(range(3), key=lambda s: (ends[s], s)) if step == 0 else range(3)
+            for row, seq in zip(rows, order, strict=True):
+                np.testing.assert_allclose(row, wanted[seq][ends[seq]], atol=2e-4)
             batch = Batch(3)
-            for seq, each in enumerate(tokens):
-                each.append((7 * step + seq) % 500)
-                batch.add(each[-1], seq_ids=seq, logits=True)
+            for seq in range(3):
+                batch.add(more[seq][step], seq_ids=seq, logits=True)
             assert mixed.decode(batch) is DecodeStatus.DONE
 
 

@@ -8,6 +8,8 @@ on. Where keys cannot be moved, `seq_add` says so, and the cells are as they wer
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,20 @@ CASES = crossed(TOLERANCE, usual=TOLERANCE, least="float32")
 
 
 @pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    family, name = request.param
-    made: Path = tmp_path_factory.mktemp("model")
-    write_checkpoint(made, family, rounded=True, **SHAPES[family][name])
-    return made
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CellModel]:
+    """(family, shape), dtype → the model, which is made once."""
+
+    @functools.cache
+    def written(family: str, name: str) -> Path:
+        folder: Path = tmp_path_factory.mktemp("model")
+        write_checkpoint(folder, family, rounded=True, **SHAPES[family][name])
+        return folder
+
+    @functools.cache
+    def model(shape: tuple[str, str], dtype: Any) -> CellModel:
+        return load_model(str(written(*shape)), dtype=dtype, max_seq_len=256)
+
+    return model
 
 
 class Program:
@@ -61,11 +72,10 @@ class Program:
         getattr(self.reference, name)(*arguments)
 
 
-@pytest.mark.parametrize(("folder", "dtype"), CASES, indirect=["folder"])
-def test_moved_cells(folder: Path, dtype: Any) -> None:
-    model = load_model(str(folder), dtype=dtype, max_seq_len=256)
-    truth = load_model(str(folder), dtype="float32", max_seq_len=256)
-    program, most = Program(model, truth), TOLERANCE[dtype]
+@pytest.mark.parametrize(("shape", "dtype"), CASES)
+def test_moved_cells(models: Callable[..., CellModel], shape: tuple[str, str], dtype: str) -> None:
+    model = models(shape, dtype)
+    program, most = Program(model, models(shape, "float32")), TOLERANCE[dtype]
     assert program.decode(tokens_of(50, seed=1), {0}) <= most
     program.both("seq_cp", 0, 1, 0, 30)
     assert program.decode(tokens_of(9, seed=2), {1}) <= most

@@ -76,6 +76,8 @@ class DenseCells(SetCells):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
+        self._rotations: list[QKRotation | None] = []
+        self._num_positions = 0
 
     @torch.inference_mode()
     def decode(self, tokens: list[int], pos: list[int], seqs: list[set[int]]) -> Tensor:
@@ -85,7 +87,7 @@ class DenseCells(SetCells):
         at = torch.tensor([c.pos for c in self.cells])
         shared = [[bool(q.seqs & c.seqs) for c in self.cells] for q in new]
         config = self.model.config
-        rotations = self.rotations(at)
+        rotations = self.rotations(int(at.max()) + 1)
 
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
@@ -100,7 +102,7 @@ class DenseCells(SetCells):
             window = config.layer(layer).window
             rotation = rotations[layer]
             if rotation is not None and rotation.cos is not None and rotation.sin is not None:
-                cos, sin = rotation.cos, rotation.sin
+                cos, sin = rotation.cos[at], rotation.sin[at]
                 q = rotate(q, cos[-len(new) :], sin[-len(new) :])
                 keys = rotate(keys, cos, sin)
             if turn is not None and turn.factor is not None:
@@ -134,9 +136,14 @@ class DenseCells(SetCells):
         hidden = self.model.forward(torch.tensor(tokens), torch.tensor(pos), attend)
         return self.model.logits(hidden)
 
-    def rotations(self, positions: Tensor) -> list[QKRotation | None]:
-        """What each layer passes to attention for tokens at these positions."""
-        found: list[QKRotation | None] = []
+    def rotations(self, num_positions: int) -> list[QKRotation | None]:
+        """What each layer passes to attention for tokens at positions from 0 on, at least so many.
+        To learn that takes a pass through the model."""
+        if num_positions <= self._num_positions:
+            return self._rotations
+        self._num_positions = max(64, 1 << (num_positions - 1).bit_length())
+        positions = torch.arange(self._num_positions)
+        found = self._rotations = []
 
         def attend(
             layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
