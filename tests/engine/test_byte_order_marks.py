@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,11 @@ from infer.config import EngineConfig
 from infer.engine.build.checkpoint import find_checkpoint, text_of
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.checkpoints import CHAT_TEMPLATE, write_llama
-from tests.support.ready_templates import templates_kept
+
+pytestmark = pytest.mark.usefixtures("kept_templates")
 
 CHAT = [{"role": "user", "content": "Hello"}]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def templates() -> Iterator[None]:
-    """Each engine would start a process for its chat template."""
-    with templates_kept():
-        yield
 
 
 @pytest.fixture(scope="module")

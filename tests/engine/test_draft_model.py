@@ -26,18 +26,12 @@ from tests.support.draft_checkpoints import write_first_layers, write_other_voca
 from tests.support.eager_drafts import draft_eagerly
 from tests.support.isas import EXACT_DTYPE
 from tests.support.lattice import OPENING, preempt_at_every_third_step
-from tests.support.ready_grammars import verdicts_kept
 from tests.support.speculated import SETTINGS, WAYS, answers, requests_of, values
+
+pytestmark = pytest.mark.usefixtures("kept_verdicts")
 
 PROMPTS = [OPENING + "The fox had a red ball.", "Once upon a time", OPENING * 3]
 ASKED = requests_of(PROMPTS, [way for name, way in WAYS.items() if name != "few tokens"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def verdicts() -> Iterator[None]:
-    """All engines here have the shipped model's vocabulary."""
-    with verdicts_kept():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,8 @@ from infer.text.grammars.compiler import Compiler, Constraint, Vocabulary
 from infer.types import RequestOutput
 from tests.support.cases import timed
 from tests.support.isas import EXACT_DTYPE
-from tests.support.ready_grammars import verdicts_kept
+
+pytestmark = pytest.mark.usefixtures("kept_verdicts")
 
 PERSON = {
     "type": "object",
@@ -67,13 +68,6 @@ def crowd() -> tuple[list[str], list[SamplingParams]]:
         for grammar in (*GRAMMARS, Grammar.json(), None)
     ]
     return [PROMPTS[i % len(PROMPTS)] for i in range(len(each))], each
-
-
-@pytest.fixture(scope="module", autouse=True)
-def verdicts() -> Iterator[None]:
-    """All engines here have the shipped model's vocabulary."""
-    with verdicts_kept():
-        yield
 
 
 @pytest.fixture(scope="module")

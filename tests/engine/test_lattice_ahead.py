@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from infer.types.grammar import Grammar
 from tests.support.ahead import AlwaysAhead, FailsInFlight, work_ahead
 from tests.support.cases import slow_but
 from tests.support.lattice import NUM_TOKENS, PROMPTS, params, preempt_at_every_third_step
-from tests.support.ready_grammars import verdicts_kept
+
+pytestmark = pytest.mark.usefixtures("kept_verdicts")
 
 NATIVE = pytest.mark.skipif(available() is not None, reason=str(available()))
 """without the kernels a row's bits in bfloat16 may depend on the others"""
@@ -50,13 +50,6 @@ def run(llm: LLM, params_of: Any = some_params) -> list[RequestOutput]:
 
 def facts(outputs: list[RequestOutput]) -> list[Any]:
     return [(each.token_ids, each.finish_reason, each.logprobs) for each in outputs]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def verdicts() -> Iterator[None]:
-    """All engines here have the shipped model's vocabulary."""
-    with verdicts_kept():
-        yield
 
 
 @pytest.fixture(scope="module", params=DTYPES)

@@ -6,7 +6,6 @@ them for equations that differ: windows, two RoPE tables, head norms, learned po
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from tests.support.cases import slow_but
 from tests.support.checkpoints import write_checkpoint
 from tests.support.model_shapes import SHAPES
 from tests.support.parity import tokens_of
-from tests.support.ready_templates import templates_kept
+
+pytestmark = pytest.mark.usefixtures("kept_templates")
 
 BEGINNING = tokens_of(70, seed=9)
 PROMPTS = [
@@ -75,13 +75,6 @@ def params(i: int) -> SamplingParams:
 def run(llm: LLM) -> list[tuple[int, ...]]:
     outputs = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))], use_tqdm=False)
     return [output.token_ids for output in outputs]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def templates() -> Iterator[None]:
-    """Each engine would start a process for its chat template."""
-    with templates_kept():
-        yield
 
 
 @pytest.mark.parametrize("family", slow_but(WINDOWED.keys() - SLOW, WINDOWED))

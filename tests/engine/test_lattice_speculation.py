@@ -17,8 +17,9 @@ from tests.support.cases import slow_but
 from tests.support.eager_drafts import propose_eagerly
 from tests.support.isas import EXACT_DTYPE
 from tests.support.lattice import OPENING, preempt_at_every_third_step
-from tests.support.ready_grammars import verdicts_kept
 from tests.support.speculated import SETTINGS, WAYS, answers, requests_of, values
+
+pytestmark = pytest.mark.usefixtures("kept_verdicts")
 
 CONFIG = '{"method": "ngram", "num_speculative_tokens": 6}'
 PROMPTS = [OPENING + "The fox had a red ball.", "Once upon a time", "One day, a little bird"]
@@ -27,13 +28,6 @@ ASKED = requests_of(PROMPTS, list(WAYS.values()))
 
 def run(llm: LLM) -> list[RequestOutput]:
     return answers(llm, ASKED)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def verdicts() -> Iterator[None]:
-    """All engines here have the shipped model's vocabulary."""
-    with verdicts_kept():
-        yield
 
 
 @pytest.fixture(scope="module", params=dict.fromkeys((EXACT_DTYPE, "float32")))

@@ -21,16 +21,10 @@ from infer.errors import (
 )
 from infer.types import Sampling
 from tests.support.checkpoints import END_ID, EOS_ID, write_llama
-from tests.support.ready_templates import templates_kept
+
+pytestmark = pytest.mark.usefixtures("kept_templates")
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def templates() -> Iterator[None]:
-    """Each engine would start a process for its chat template."""
-    with templates_kept():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,11 @@ from infer.errors import RequestError
 from tests.support.checkpoints import write_checkpoint
 from tests.support.model_shapes import SHAPES
 from tests.support.parity import reference, tokens_of
-from tests.support.ready_templates import templates_kept
+
+pytestmark = pytest.mark.usefixtures("kept_templates")
 
 TOKENS = tokens_of(90, seed=5)
 TEXT = "Once upon a time there was a little girl named Lily."
-
-
-@pytest.fixture(scope="module", autouse=True)
-def templates() -> Iterator[None]:
-    """Each engine would start a process for its chat template."""
-    with templates_kept():
-        yield
 
 
 @pytest.fixture(scope="module")

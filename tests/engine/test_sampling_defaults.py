@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,12 @@ from infer.errors import ConfigError, LoadError
 from tests.support import gguf_files
 from tests.support.checkpoints import make_model, write_llama
 from tests.support.command_line import CliRunner
-from tests.support.ready_templates import templates_kept
+
+pytestmark = pytest.mark.usefixtures("kept_templates")
 
 FILE = "generation_config.json"
 SHAPE = {"num_hidden_layers": 1, "max_position_embeddings": 128}
 SEEDS = (1, 2, 3)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def templates() -> Iterator[None]:
-    """Each engine would start a process for its chat template."""
-    with templates_kept():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -15,18 +15,12 @@ from infer.text.tools.formats import THOUGHTS
 from infer.types import Request
 from tests.support.isas import EXACT_DTYPE
 from tests.support.lattice import PROMPTS, preempt_at_every_third_step
-from tests.support.ready_grammars import verdicts_kept
+
+pytestmark = pytest.mark.usefixtures("kept_verdicts")
 
 BUDGETS = (0, 1, 5, 20)
 END = "\n</think>\n\n"
 NUM_TOKENS = 36
-
-
-@pytest.fixture(scope="module", autouse=True)
-def verdicts() -> Iterator[None]:
-    """All engines here have the shipped model's vocabulary."""
-    with verdicts_kept():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.support.server_process import ENV, ROOT, served
 
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(3000)]
 PATIENCE_S = "1200"
-SHAPE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3}
+SHAPE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 3}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of some 80 MB, in bfloat16: slices of its layers are many pages."""
     linux()
     folder: Path = tmp_path_factory.mktemp("model")
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
+    heads: dict[str, Any] = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 64}
     write_checkpoint(folder, "llama", rounded=True, **SHAPE, **heads)
     return folder
 

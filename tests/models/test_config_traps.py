@@ -14,7 +14,7 @@ import pytest
 from infer.errors import LoadError
 from infer.models.model_config import ModelConfig
 from infer.models.registry import parse_model_config
-from tests.models.test_configs import written
+from tests.support.checkpoints import written_config
 
 ABSENT = object()
 """A field that is taken away."""
@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def changed(family: str, changes: dict[str, Any]) -> dict[str, Any]:
-    fields = written(family)
+    fields = written_config(family)
     for name, value in changes.items():
         *outer, last = name.split(".")
         place = fields[outer[0]] if outer else fields
