@@ -8,6 +8,7 @@ tried.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -256,15 +257,32 @@ def find_loss(shown: ChatTemplate, order: str, tools: Any, **options: Any) -> st
     return ""
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> tuple[str, ChatTemplate]:
-    """Name and template of a kind. Its tests follow each other, while its process is there."""
-    return request.param, template_of(KINDS[request.param])
+LONGEST = 4
+Kind = tuple[str, ChatTemplate, list[str]]
+"""name, template, and orders to try"""
 
 
-def test_every_order_is_rendered_whole(kind: tuple[str, ChatTemplate]) -> None:
-    (name, shown), num_orders = kind, 0
-    for order in [*AGENTS.values(), *all_orders(4)]:
+def _kinds() -> Iterator[Any]:
+    """Each kind with the number of the quarter of the longest orders that it is tried with, and
+    with -m slow with all of them."""
+    for i, name in enumerate(KINDS):
+        yield pytest.param((name, range(i % 4, i % 4 + 1)), id=name)
+        yield pytest.param((name, range(4)), id=f"{name}, all", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=_kinds())
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """Its tests follow each other, while its process is there."""
+    name, quarters = request.param
+    short, longest = list(all_orders(LONGEST - 1)), list(all_orders(LONGEST))
+    longest = longest[len(short) :]
+    some = [order for i in quarters for order in longest[i::4]]
+    return name, template_of(KINDS[name]), [*AGENTS.values(), *short, *some]
+
+
+def test_every_order_is_rendered_whole(kind: Kind) -> None:
+    (name, shown, orders), num_orders = kind, 0
+    for order in orders:
         if "AC" in order and name in TEXTS_BESIDE_CALLS:
             continue
         for tools in (WEATHER,) if "C" in order else (None, WEATHER):
@@ -273,9 +291,9 @@ def test_every_order_is_rendered_whole(kind: tuple[str, ChatTemplate]) -> None:
     assert num_orders > 80
 
 
-def test_a_further_turn_changes_nothing_before_it(kind: tuple[str, ChatTemplate]) -> None:
+def test_a_further_turn_changes_nothing_before_it(kind: Kind) -> None:
     """Also where a template takes reasoning out behind a question: a reminder is none."""
-    (name, shown), num_turns = kind, 0
+    (name, shown, orders), num_turns = kind, 0
 
     @cache
     def prompt(order: str) -> str:
@@ -284,7 +302,7 @@ def test_a_further_turn_changes_nothing_before_it(kind: tuple[str, ChatTemplate]
             add_generation_prompt=False,
         )  # fmt: skip
 
-    for order in [*AGENTS.values(), *all_orders(4)]:
+    for order in orders:
         if ("AC" in order and name in TEXTS_BESIDE_CALLS) or name == "own functions":  # has a clock
             continue
         turns = [i for i in range(1, len(order)) if order[i] in "AC" and order[i - 1] not in "A"]
