@@ -20,21 +20,19 @@
 namespace linear {
 namespace {
 
-#if VECTOR_WIDTH == 16
-constexpr int BLOCK_ROWS[] = {8, 6, 4, 3, 2, 1}, KEPT_ROWS = 4;
-#elif defined(FEW_FORMS)
-constexpr int BLOCK_ROWS[] = {4, 1}, KEPT_ROWS = 1;
-#else
-constexpr int BLOCK_ROWS[] = {4, 3, 2, 1}, KEPT_ROWS = 1;  // KEPT_ROWS: whose float sums stay in registers
-#endif
 constexpr int PANEL_PAIRS = 16 / W;  // pairs of vectors, one of each half of a panel
 
-// Few rows take a panel in one pass, so that it is read as it lies in memory.
-#ifdef FEW_FORMS
-constexpr int pairs_of_pass(int) { return 1; }
+// KEPT_ROWS: whose float sums stay in registers. WHOLE_ROWS: that take a panel in one pass, so that it is read as it
+// lies in memory.
+#if VECTOR_WIDTH == 16
+constexpr int BLOCK_ROWS[] = {8, 6, 4, 3, 2, 1}, KEPT_ROWS = 4, WHOLE_ROWS = 2;
+#elif defined(FEW_FORMS)
+constexpr int BLOCK_ROWS[] = {4, 1}, KEPT_ROWS = 1, WHOLE_ROWS = 0;
 #else
-constexpr int pairs_of_pass(int rows) { return rows <= 2 ? PANEL_PAIRS : 1; }
+constexpr int BLOCK_ROWS[] = {4, 3, 2, 1}, KEPT_ROWS = 1, WHOLE_ROWS = 2;
 #endif
+
+constexpr int pairs_of_pass(int rows) { return rows <= WHOLE_ROWS ? PANEL_PAIRS : 1; }
 
 // The numbers of some rows times a layer in blocks. Each 32 are quantised by themselves.
 template <bool NORM>
