@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import pytest
@@ -44,10 +45,15 @@ def tokens(logits: torch.Tensor, *sequences: Sequence) -> list[int]:
     return [s.token_id for s in sample(logits.clone(), list(sequences))]
 
 
+@cache
+def drawn_by(sampling: SamplingParams, count: int) -> list[Sequence]:
+    """Sequences with the seeds 0, 1, …, which sampling does not change."""
+    return [sampled_by(sampling, seed) for seed in range(count)]
+
+
 def draws(logits: list[float], count: int = 1000, **params: Any) -> Counter[int]:
     rows = torch.tensor([logits]).repeat(count, 1)
-    sampling = SamplingParams(**params)
-    return Counter(tokens(rows, *[sampled_by(sampling, seed) for seed in range(count)]))
+    return Counter(tokens(rows, *drawn_by(SamplingParams(**params), count)))
 
 
 def test_greedy_is_the_argmax_and_the_first_of_equals() -> None:
@@ -140,9 +146,9 @@ def test_what_is_drawn_is_what_the_definition_keeps(params: dict[str, Any], voca
     logits = torch.randn(vocab, generator=generator).mul(4).round().div(4)
     kept = kept_by_definition(logits, **params)
     assert 3 <= len(kept) <= 90
-    counts = draws(logits.tolist(), count=4000, **params)
+    counts = draws(logits.tolist(), count=2000, **params)
     assert sorted(counts) == kept
-    weights = logits[kept].div(params.get("temperature", 1.0)).softmax(0).mul(4000).tolist()
+    weights = logits[kept].div(params.get("temperature", 1.0)).softmax(0).mul(2000).tolist()
     chi2 = sum((counts[i] - n) ** 2 / n for i, n in zip(kept, weights, strict=True))
     free = len(kept) - 1
     assert chi2 < free + 3.1 * math.sqrt(2 * free) + 3  # p is about 0.001
