@@ -245,6 +245,7 @@ def test_what_sends_nothing_takes_no_place_from_others(
         # What is left of the flood has its deadline.
         late = "handshake_timeout" if transport == "tls" else "header_timeout"
         stack.enter_context(reach(url))
+        time.sleep(FEW.header_timeout_s)  # the metrics could not have it before
         until(lambda: f'{{reason="{late}"}}' in ask(b"/metrics"), 20)
         sock = stack.enter_context(reach(url))
         while True:
