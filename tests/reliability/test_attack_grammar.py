@@ -111,7 +111,8 @@ def pids(server: Served) -> tuple[int | None, int | None]:
 @contextmanager
 def a_server(log: Path, *options: str, stack_bytes: int | None = None) -> Iterator[Served]:
     """Run a server; `stack_bytes` is the default stack size of its threads."""
-    running = served(model_server("--max-batch-size", "8", *options), log)
+    small = ("--max-batch-size", "8", "--no-standby", "--kv-cache-memory-bytes", str(32 << 20))
+    running = served(model_server(*small, *options), log)
     with stack_limit(stack_bytes):
         server = running.__enter__()
     try:

@@ -105,7 +105,8 @@ def test_a_server_starts_without_stdout(stdout: str) -> None:
     if stdout == "closed":
         reading, target = os.pipe()
         os.close(reading)
-    command = [*SERVE, "--port", str(port)]
+    small = ["--no-standby", "--max-seq-len", "256", "--kv-cache-memory-bytes", str(4 << 20)]
+    command = [*SERVE, "--port", str(port), *small]
     if stdout == "no descriptor":
         command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
     with subprocess.Popen(

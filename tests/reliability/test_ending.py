@@ -304,6 +304,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path, is_kept: bool) -> None:
     port = free_port()
     command = [sys.executable, *("-m", "infer.server", "--max-seq-len", "512")]
     command += ["--port", str(port), "--sessions", "off", "--standby"]
+    command += ["--kv-cache-memory-bytes", str(16 << 20)]  # a larger one takes longer to prepare
     if is_kept:
         command = ["nohup", *command]
     with (tmp_path / "out").open("wb") as output:
