@@ -21,12 +21,12 @@ from tests.support.draft_checkpoints import write_first_layers
 from tests.support.isas import EXACT_DTYPE
 
 FACTORY = "tests.support.eager_drafts:eager_blueprint"
-NUM_TOKENS = 300
+NUM_TOKENS = 160
 SAMPLING = [
     SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True),
     SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1),
     SamplingParams(
-        temperature=0.8, seed=4, max_tokens=NUM_TOKENS, grammar=Grammar("regex", "([a-z]+ ){200}")
+        temperature=0.8, seed=4, max_tokens=NUM_TOKENS, grammar=Grammar("regex", "([a-z]+ ){160}")
     ),
 ]
 
@@ -51,6 +51,7 @@ def test_another_engine_goes_on_with_the_same_tokens(
     async def main() -> tuple[list[RequestOutput], dict[str, Any], list[dict[str, Any]]]:
         settings: dict[str, Any] = {"max_seq_len": 1024, "dtype": EXACT_DTYPE}
         settings["speculative_config"] = json.dumps(config)
+        settings["kv_cache_memory_bytes"] = 32 << 20  # a larger one takes longer to prepare
         async with launch_factory(FACTORY, settings) as llm:
             requests: list[Request] = []
             for sampling, wanted in zip(SAMPLING, answers, strict=True):

@@ -114,10 +114,10 @@ def test_asking_for_stacks_ends_no_engine() -> None:
 
     async def body(llm: AsyncLLM) -> None:
         pid = pid_of(llm)
-        running = asyncio.create_task(all_exact(llm, 40))
+        running = asyncio.create_task(all_exact(llm, 8))
         for _ in range(400):
             os.kill(pid, signal.SIGUSR1)
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.001)
         await running
         assert pid_of(llm) == pid
         assert llm.stats()["num_restarts"] == 0
