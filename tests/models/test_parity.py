@@ -45,16 +45,21 @@ def pair(request: pytest.FixtureRequest, pairs: Callable[[str, str], Any]) -> An
     return pairs(*request.param)
 
 
-@pytest.mark.parametrize(
-    ("pair", "way"), crossed(WAYS, usual=WAYS, least="mixed batch"), indirect=["pair"]
-)
+LAST = [(family, list(SHAPES[family])[-1]) for family in FIRST]
+EACH = [(family, name) for family in SHAPES for name in SHAPES[family]]
+CASES = [
+    case
+    if case.values[0] in LAST
+    else pytest.param(*case.values, marks=pytest.mark.slow, id=case.id)
+    for case in crossed(WAYS, usual=WAYS, least="mixed batch")
+]
+"""The other shapes are tried by `test_serving_parity`, which has their checkpoints anyway."""
+
+
+@pytest.mark.parametrize(("pair", "way"), CASES, indirect=["pair"])
 def test_logits(pair: Any, way: str) -> None:
     _, theirs, bench = pair
     assert WAYS[way](bench.emptied("sdpa"), theirs) <= TOLERANCE
-
-
-LAST = [(family, list(SHAPES[family])[-1]) for family in FIRST]
-EACH = [(family, name) for family in SHAPES for name in SHAPES[family]]
 
 
 @pytest.mark.parametrize("pair", slow_but(LAST, EACH), indirect=True, ids=str)

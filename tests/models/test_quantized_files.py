@@ -86,9 +86,14 @@ def written(folder: Path, name: str, family: str) -> Any:
     return write_quantized(folder, name, family, **shape)
 
 
+@functools.cache
+def config_of_llama() -> str:
+    return json.dumps(written_config("llama"))
+
+
 def config_with(quantization: Any) -> dict[str, Any]:
     """The config of a small model that has this `quantization_config`."""
-    return written_config("llama") | {"quantization_config": quantization}
+    return {**json.loads(config_of_llama()), "quantization_config": quantization}
 
 
 Files = Callable[[str], tuple[Path, Any]]

@@ -1,6 +1,7 @@
 """Every family and shape through what serves: the native stack and attention, in each format.
 
-`test_parity` compares the reference attention and the decoders' own loops with transformers. Here
+The reference attention and the decoders' own loops are compared with transformers, as by
+`test_parity`, which has weights that are no numbers of bfloat16 and with `-m slow` every way. Then
 the same checkpoints are computed as the engine computes them, in float32, bfloat16, int8, int4 and
 the blocks of a GGUF file, and the loop with SDPA beside them. The truth is float32 with the same
 weights: all of them are numbers of bfloat16, and the quantized ones are those of a float32 model
@@ -29,7 +30,7 @@ from infer.models.registry import ARCHITECTURES
 from tests.support.cases import slow_but
 from tests.support.checkpoints import FAMILIES, architecture_of, make_model, write_checkpoint
 from tests.support.gguf_files import write, write_gpt2
-from tests.support.model_shapes import FIRST, SHAPES, crossed, is_stacked
+from tests.support.model_shapes import FIRST, SHAPES, crossed, has_matrices_of_plain, is_stacked
 from tests.support.parity import WAYS, Bench
 
 TOLERANCE = 2e-4
@@ -39,6 +40,14 @@ LARGEST = 0.25
 PAGE = 16
 SERVING = crossed(WAYS, usual=("mixed batch", "decode"), least="mixed batch")
 FEW = crossed(WAYS, usual=("mixed batch",), least="mixed batch")
+OF_MATRICES = [
+    pytest.param(*case.values, marks=pytest.mark.slow, id=case.id)
+    if case.values[0][0] in FIRST and has_matrices_of_plain(*case.values[0])
+    else case
+    for case in FEW
+]
+"""Rotations and windows are those of any weight: the first families' are tried in bfloat16."""
+REFERENCE = [case for case in crossed(WAYS, usual=WAYS, least="mixed batch") if not case.marks]
 
 
 class Pair(NamedTuple):
@@ -107,6 +116,13 @@ def test_every_row_of_the_registry_has_a_shape() -> None:
     assert all(SHAPES.values())
 
 
+@pytest.mark.parametrize(("pair", "way"), REFERENCE, indirect=["pair"])
+def test_reference(pair: Pair, way: str) -> None:
+    """In pages of 4, as some windows have that size."""
+    bench = pair.bench(torch.float32).emptied("sdpa", page_size=4)
+    assert WAYS[way](bench, pair.theirs) <= TOLERANCE
+
+
 @pytest.mark.parametrize(("pair", "way"), FEW, indirect=["pair"])
 def test_float32(pair: Pair, way: str) -> None:
     bench = pair.bench(torch.float32).emptied("auto")
@@ -121,7 +137,7 @@ def test_bfloat16(pair: Pair, way: str, stacked: list[int]) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", pytest.param("int4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("pair", "way"), FEW, indirect=["pair"])
+@pytest.mark.parametrize(("pair", "way"), OF_MATRICES, indirect=["pair"])
 def test_quantized(pair: Pair, quantization: str, way: str, stacked: list[int]) -> None:
     if reason := quantization_obstacle(quantization):
         pytest.skip(reason)

@@ -341,6 +341,19 @@ def is_stacked(family: str, shape: str) -> bool:
     return has_stack and (family, shape) not in LOOPED
 
 
+OF_POSITIONS = frozenset(
+    {
+        *("rope_parameters", "original_max_position_embeddings", "layer_types"),
+        *("sliding_window", "use_sliding_window", "max_window_layers"),
+    }
+)
+
+
+def has_matrices_of_plain(family: str, shape: str) -> bool:
+    """Whether a shape differs from the family's plain one in rotations and windows only."""
+    return shape != "plain" and SHAPES[family][shape].keys() <= OF_POSITIONS
+
+
 STACKED = tuple(name for name in SHAPES if is_stacked(name, next(iter(SHAPES[name]))))
 """Families whose layers the native stack computes, in most of their shapes."""
 FIRST = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt2")
