@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -71,6 +72,22 @@ def attend(
     return torch.cat(parts), key_cells, value_cells
 
 
+def turned(dim: int, kind: str) -> tuple[QKRotation, Tensor]:
+    """A turn, and q, k and v: parts of one projection, whose other parts must not change."""
+    q_norm, k_norm = Norm(random(dim), 1e-6), Norm(1 + random(dim, seed=3).float(), 1e-6)
+    norms = HeadNorms(q_norm, k_norm) if "norms" in kind else None
+    turn = make_turn(dim, norms) if "rotation" in kind else QKRotation(None, None, norms)
+    return turn, random(NUM_TOKENS, 24, dim, seed=1)
+
+
+@functools.cache
+def expected_of(dim: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Torch's turned keys and SDPA's output, with which each instruction set is compared."""
+    turn, around = turned(dim, kind)
+    q, k, v = around.split((20, 2, 2), dim=1)
+    return turn(q, k)[1], attend(q, k, v, turn, make=SDPABackend)[0]
+
+
 @pytest.mark.parametrize(
     ("dim", "threads"),
     [
@@ -83,20 +100,15 @@ def attend(
 @pytest.mark.parametrize("kind", ["rotation", "norms and rotation", "norms"])
 def test_heads_turn(dim: int, kind: str, threads: int) -> None:
     torch.set_num_threads(threads)
-    q_norm, k_norm = Norm(random(dim), 1e-6), Norm(1 + random(dim, seed=3).float(), 1e-6)
-    norms = HeadNorms(q_norm, k_norm) if "norms" in kind else None
-    turn = make_turn(dim, norms) if "rotation" in kind else QKRotation(None, None, norms)
-    # They are parts of one projection, whose other parts must not change.
-    around = random(NUM_TOKENS, 24, dim, seed=1)
+    turn, around = turned(dim, kind)
     before = around.clone()
     q, k, v = around.split((20, 2, 2), dim=1)
     out, keys, values = attend(q, k, v, turn)
     assert torch.equal(around, before)
     assert torch.equal(values, v)
-    expected = turn(q, k)[1]
+    expected, theirs = expected_of(dim, kind)
     torch.testing.assert_close(keys, expected, rtol=2**-7, atol=2**-7)
     assert (keys != expected).float().mean() < 0.02
-    theirs = attend(q, k, v, turn, make=SDPABackend)[0]
     torch.testing.assert_close(out, theirs, rtol=0.02, atol=0.02)
     again = attend(q, k, v, turn, ends=(1, 2, 40, 211, NUM_TOKENS))
     for mine, other in zip((out, keys, values), again, strict=True):

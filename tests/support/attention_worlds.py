@@ -87,11 +87,12 @@ def one_by_one(world: World) -> Steps:
 def one_by_one_near_edges(world: World) -> Steps:
     """Single tokens near block boundaries, at the start and at the end; the others in chunks.
 
-    This takes a third of the time of `one_by_one`.
+    These are a tenth of the steps of `one_by_one` for 530 tokens.
     """
 
     def chunks(n: int) -> list[int]:
-        alone = {i for i in range(n) if i < 18 or i >= n - 3 or min(i % 64, -i % 64) <= 2}
+        edges = {i for i in range(n) if i < 3 or 15 <= i < 18 or min(i % 64, -i % 64) <= 1}
+        alone = edges | {n - 2, n - 1} & {*range(n)}
         ends = sorted({end for i in alone for end in (i, i + 1)} - {0})
         return [end - begin for begin, end in pairwise((0, *ends))]
 
@@ -262,7 +263,7 @@ def assert_invariant(
         ("one page each", whole(world), {"page_size": all_of_them}),
         ("fused", whole(world), {"fused": True}),
     ]
-    ways += [(f"ragged {s}", ragged(world, s), {"threads": 1 + s % 3}) for s in range(4)]
+    ways += [(f"ragged {s}", ragged(world, s), {"threads": 1 + s % 3}) for s in range(3)]
     for name, steps, options in ways:
         got = run(world, steps, make, held=held, **options)  # type: ignore[arg-type]
         for i, (a, b) in enumerate(zip(wanted, got, strict=True)):
