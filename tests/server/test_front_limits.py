@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from types import ModuleType
@@ -54,6 +55,12 @@ def ratios(name: str, faults: tuple[Fault, ...] = (), skew: float = 0.25) -> tup
     return four.num_requests / one.num_requests, four.num_tokens / one.num_tokens
 
 
+@cache
+def sound_ratios(name: str, faults: tuple[Fault, ...] = (), skew: float = 0.25) -> Any:
+    """`ratios` of the product as it is: several tests ask for the same ones."""
+    return ratios(name, faults, skew)
+
+
 def note(load: str, by_requests: float, by_tokens: float) -> None:
     """Write what was let in, by one front's, into the scorecard's row."""
     name = "admitted by four fronts, by one front's"
@@ -63,7 +70,7 @@ def note(load: str, by_requests: float, by_tokens: float) -> None:
 @pytest.mark.parametrize(("skew", "name"), one_of(3, product([0.25, 0.9], LOADS)))
 def test_four_fronts_let_in_what_one_does(skew: float, name: str) -> None:
     assert alone(name).num_requests < 0.9 * len(load_of(name)), "the limits decide nothing"
-    by_requests, by_tokens = ratios(name, skew=skew)
+    by_requests, by_tokens = sound_ratios(name, skew=skew)
     note(f"{name}, {skew:.0%} at one front", by_requests, by_tokens)
     held = by_requests if name == "many requests" else by_tokens
     assert abs(held - 1) <= 0.02
@@ -71,10 +78,12 @@ def test_four_fronts_let_in_what_one_does(skew: float, name: str) -> None:
     assert abs(by_tokens - 1) <= 0.03
 
 
-@pytest.mark.parametrize("name", LOADS)
-@pytest.mark.parametrize("at_s", [0.0, 0.6, 5.0, 40.0])
-def test_without_the_authority_each_has_its_share(name: str, at_s: float) -> None:
-    found = ratios(name, (Fault("no authority", at_s, 1000),))
+@pytest.mark.parametrize(
+    ("at_s", "name"),
+    [*one_of(2, product([0.0, 5.0], LOADS)), *one_of(2, product([0.6, 50.0], LOADS), first=1)],
+)
+def test_without_the_authority_each_has_its_share(at_s: float, name: str) -> None:
+    found = sound_ratios(name, (Fault("no authority", at_s, 1000),))
     note(f"{name}, no authority from {at_s:g} s on", *found)
     for ratio in found:
         assert 0.9 <= ratio <= 1.25
@@ -185,10 +194,10 @@ BREAKS: dict[str, Break] = {
 QUICK = list(BREAKS)[:2]
 
 
-def is_right(faults: tuple[Fault, ...]) -> bool:
+def is_right(faults: tuple[Fault, ...], found_by: Callable[..., Any] = ratios) -> bool:
     try:
         for name in LOADS:
-            for ratio in ratios(name, faults):
+            for ratio in found_by(name, faults):
                 assert 0.97 <= ratio <= 1.25
     except AssertionError:
         return False
@@ -198,7 +207,7 @@ def is_right(faults: tuple[Fault, ...]) -> bool:
 @pytest.mark.parametrize("name", slow_but(QUICK, BREAKS))
 def test_broken_limits_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, old, new, faults = BREAKS[name]
-    assert is_right(faults)
+    assert is_right(faults, sound_ratios)
     source = inspect.getsource(module)
     assert source.count(old) == 1
     names: dict[str, Any] = {"__name__": module.__name__}
