@@ -273,9 +273,10 @@ SCRIPT = textwrap.dedent(
 FORKS = textwrap.dedent(
     """
     import fcntl, os, socket, sys, termios
-    from tests.support.doubles import make_hash_llm
+    from tests.support.doubles import make_hash_llm, small_tokenizer
     from infer.server import address, serve
     control = socket.socket(fileno=int(sys.argv[1]))
+    small_tokenizer().rest()  # made once, too; it has no process and no thread now
     while True:
         drain_s, (terminal, *outputs), _, _ = socket.recv_fds(control, 64, 3)
         if not drain_s:

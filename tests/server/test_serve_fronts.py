@@ -397,7 +397,7 @@ def test_what_a_server_has_is_of_all_fronts(tmp_path: Path) -> None:
     )
     probes, port = free_port(), free_port()
     options = ["--config", str(file), "--metrics-port", str(probes), "--log-format", "json"]
-    options += ["--max-seq-len", "2048"]
+    options += ["--max-seq-len", "2048", "--no-standby"]
     early = EarlyClient(port)
     with served(model_server(*options, "--port", str(port)), tmp_path / "log") as server:
         assert early.status() == b"HTTP/1.1 200 OK"
