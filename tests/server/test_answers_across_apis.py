@@ -183,7 +183,7 @@ def limit_of(path: str, size: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("cuts", "every", "least"),
-    [((), 2, 2), pytest.param(range(9, 9999, 47), 1, 12, marks=pytest.mark.slow)],
+    [((), 3, 2), pytest.param(range(9, 9999, 47), 1, 12, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("way", FORMATS, ids=lambda way: way.name)
 def test_streams_are_whole_answers_and_each_is_taken_back_by_each(
@@ -199,7 +199,9 @@ def test_streams_are_whole_answers_and_each_is_taken_back_by_each(
 
     async def use(app: App) -> None:
         num_orders = 0
-        for text in answers_of(way)[len(way.name) % every :: every]:
+        answers = answers_of(way)
+        step = 1 if way is HARMONY else min(every, len(answers))  # Harmony's are its own
+        for text in answers[FORMATS.index(way) % step :: step]:
             runner.script = script_of(tokenizer, text)
             whole_size = len(text.encode())
             for size in (whole_size + 1, *(cut for cut in cuts if cut < whole_size)):
