@@ -195,7 +195,17 @@ def test_the_document_and_the_list_of_models_say_where_a_default_is_from() -> No
     assert not any("description" in fields[name] for name in VALUES)
 
 
-def test_engines_in_processes_tell_the_server_their_defaults(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "values", "num_texts"),
+    [
+        ({}, {"top_k": 1}, 2),
+        # That engines leave the file unread is tested in tests/engine/test_sampling_defaults.py.
+        pytest.param({"generation_config": "none"}, {}, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_engines_in_processes_tell_the_server_their_defaults(
+    settings: dict[str, Any], values: dict[str, Any], num_texts: int, tmp_path: Path
+) -> None:
     """The process of the API reads no checkpoint: what it knows comes from the engine's process."""
     write_llama(tmp_path, num_hidden_layers=1, max_position_embeddings=128)
     config = json.loads((tmp_path / "generation_config.json").read_text(encoding="utf-8"))
@@ -207,8 +217,6 @@ def test_engines_in_processes_tell_the_server_their_defaults(tmp_path: Path) -> 
         each = [await choices(app, path, seed=seed, model=None) for path, seed in ways]
         return len({str(texts) for texts in each})
 
-    engine = launch(EngineConfig(model=str(tmp_path), dtype="float32"))
-    assert engine.sampling_defaults.values == {"top_k": 1}
-    assert with_app(engine, use) == 2
-    engine = launch(EngineConfig(model=str(tmp_path), dtype="float32", generation_config="none"))
-    assert with_app(engine, use) == 6
+    engine = launch(EngineConfig(model=str(tmp_path), dtype="float32", **settings))
+    assert engine.sampling_defaults.values == values
+    assert with_app(engine, use) == num_texts
