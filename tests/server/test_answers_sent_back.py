@@ -83,7 +83,7 @@ def check(
         assert call["function"]["name"] in prompt
 
 
-EVERY = pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+EVERY = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 """one place of so many in a row where an answer is cut"""
 
 
