@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from infer.text.checkpoint_text import TextFiles
 from infer.text.tokenizer import Tokenizer
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import FORMATS, THOUGHTS, UNOPENED_THOUGHTS
+from tests.support.cases import one_of
 from tests.support.checkpoints import END_ID, write_tokenizer
 from tests.support.demo_answers import demo
 from tests.support.doubles import LastingTokenizer
@@ -230,8 +232,16 @@ def test_json_that_is_no_call_stays_content() -> None:
             assert "tool_calls" not in choice["message"]
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "time"}}])
-@pytest.mark.parametrize("template", [MISTRAL, NO_TOOLS, BARE_LIST])
+NAMED = {"type": "function", "function": {"name": "time"}}
+
+
+@pytest.mark.parametrize(
+    ("template", "choice"),
+    [
+        *one_of(2, product([MISTRAL, BARE_LIST], ["required", NAMED])),
+        *one_of(2, product([NO_TOOLS], ["required", NAMED]), first=1),
+    ],
+)
 def test_a_forced_call_that_is_cut_is_a_call(template: str, choice: Any) -> None:
     """`scripted` obeys no grammar, so the text is what a grammar gives, cut at any place."""
     tokenizer = tokenizer_of(template)
