@@ -225,7 +225,7 @@ def merged(draw: random.Random, deltas: list[TextDelta]) -> list[TextDelta]:
     return pieces
 
 
-@pytest.mark.parametrize("rounds", [100, pytest.param(1300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [200, pytest.param(1300, marks=pytest.mark.slow)])
 def test_a_stream_equals_the_plain_answer_in_everything(tokenizer: Tokenizer, rounds: int) -> None:
     draw = random.Random(3)
     engine = scripted([], tokenizer=tokenizer)
