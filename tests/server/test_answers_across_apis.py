@@ -199,9 +199,9 @@ def test_streams_are_whole_answers_and_each_is_taken_back_by_each(
 
     async def use(app: App) -> None:
         num_orders = 0
-        answers = answers_of(way)
-        step = 1 if way is HARMONY else min(every, len(answers))  # Harmony's are its own
-        for text in answers[FORMATS.index(way) % step :: step]:
+        texts = answers_of(way)
+        step = 1 if way is HARMONY else min(every, len(texts))  # Harmony's are its own
+        for text in texts[FORMATS.index(way) % step :: step]:
             runner.script = script_of(tokenizer, text)
             whole_size = len(text.encode())
             for size in (whole_size + 1, *(cut for cut in cuts if cut < whole_size)):
