@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
@@ -27,6 +27,7 @@ def shown(pieces: list[str], width: int = 30, *, styled: bool = True) -> str:
 
 
 @given(st.lists(PIECES, max_size=60), st.booleans())
+@example(["```", "\n\n", "```", "  "], False)  # blanks behind the end of a block of code
 def test_every_split_gives_the_same_and_no_line_is_too_wide(
     pieces: list[str], styled: bool
 ) -> None:

@@ -50,6 +50,8 @@ class MarkdownStream:
         """blanks between the last word and the next one, which may be broken here"""
         self._styles: list[str] = []
         self._in_fence = False
+        self._is_fence = False
+        """whether the current line begins or ends a block of code"""
 
     def add(self, text: str) -> None:
         """Show what can be shown of the text so far."""
@@ -67,7 +69,7 @@ class MarkdownStream:
     @property
     def _is_code(self) -> bool:
         """Whether the line is one of a block of code, its fences included."""
-        return self._in_fence or "fence" in self._styles
+        return self._in_fence or self._is_fence
 
     def _go_on(self, *, is_last: bool = False) -> None:
         while self._held:
@@ -114,12 +116,13 @@ class MarkdownStream:
         self._end_styles()
         self._write("\n")
         self._column, self._indent, self._at_start, self._space = 0, 0, True, ""
+        self._is_fence = False
 
     def _begin_line(self, text: str) -> None:
         """The beginning of a line: its fence, heading, bullet or quote, then its words."""
         self._at_start = False
         if text.lstrip().startswith("```"):
-            self._in_fence = not self._in_fence
+            self._in_fence, self._is_fence = not self._in_fence, True
             self._begin("fence")
             self._put(text)
             return
