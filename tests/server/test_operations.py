@@ -19,6 +19,8 @@ from tests.support.doubles import core_of, launch_hash_llm, make_hash_llm
 from tests.support.serving import CHAT, COMPLETIONS, App, chat_body, completion_body, with_app
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+SOFT_LIMIT_S = 1.0
+"""without a word of the engine"""
 SECRET = "the canary sings"
 
 
@@ -164,16 +166,18 @@ def test_an_engine_that_makes_no_progress_is_not_live(
         assert (await app.get("/health/live")).status == 200  # idle
         body = completion_body(max_tokens=num_tokens, ignore_eos=True)
         asking = asyncio.ensure_future(app.post(COMPLETIONS, body))
-        statuses = []
+        statuses, loop = [], asyncio.get_running_loop()
+        begun_s = loop.time()
         while not asking.done():
             await asyncio.sleep(0.05)
             statuses.append((await app.get("/health/live")).status)
-        assert statuses[0] == 200
+            # The engine may have spoken some time before. On a busy machine no answer is so early.
+            assert loop.time() - begun_s > SOFT_LIMIT_S / 4 or statuses[-1] == 200
         assert (503 in statuses) is not is_live
         assert (await asking).status == 200
         assert (await app.get("/health/live")).status == 200
 
-    with_app(launch_hash_llm(soft_limit_s=1.0), use)
+    with_app(launch_hash_llm(soft_limit_s=SOFT_LIMIT_S), use)
 
 
 @pytest.mark.parametrize("keep_alive_s", [0.0, 0.05])
