@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from infer.models.weights import open_checkpoint
 from infer.text.checkpoint_text import read_text_files
 from infer.text.tokenizer import Tokenizer
 from tests.support.checkpoints import VOCAB_SIZE, write_checkpoint
-from tests.support.ready_templates import template_of
+from tests.support.ready_templates import templates_kept
 
 Change = Callable[[Path], None]
 
@@ -182,9 +182,10 @@ _read_once = functools.cache(_read)
 
 
 @pytest.fixture(autouse=True)
-def templates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def templates_stay() -> Iterator[None]:
     """Most forms have the same template: one process renders it for all of them."""
-    monkeypatch.setattr("infer.text.tokenizer.ChatTemplate", template_of)
+    with templates_kept():
+        yield
 
 
 @pytest.mark.parametrize("form", SAME)

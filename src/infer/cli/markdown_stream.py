@@ -116,13 +116,13 @@ class MarkdownStream:
         self._end_styles()
         self._write("\n")
         self._column, self._indent, self._at_start, self._space = 0, 0, True, ""
-        self._is_fence = False
 
     def _begin_line(self, text: str) -> None:
         """The beginning of a line: its fence, heading, bullet or quote, then its words."""
         self._at_start = False
-        if text.lstrip().startswith("```"):
-            self._in_fence, self._is_fence = not self._in_fence, True
+        self._is_fence = text.lstrip().startswith("```")
+        if self._is_fence:
+            self._in_fence = not self._in_fence
             self._begin("fence")
             self._put(text)
             return
