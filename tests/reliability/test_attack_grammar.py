@@ -277,8 +277,6 @@ def test_a_thousand_unique_grammars(tmp_path: Path) -> None:
 
         beside = gaps_beside(server, 3600, send)
         after = asyncio.run(memory())
-        assert sum(statuses.values()) == num_grammars
-        assert not [status for status in statuses if status.startswith("5")]
         grown = [(is_ - was) >> 20 for is_, was in zip(after, before, strict=True)]
         counted["statuses"] = dict(statuses)
         counted["more MiB, API and engine"] = grown
@@ -288,6 +286,7 @@ def test_a_thousand_unique_grammars(tmp_path: Path) -> None:
         counted["the neighbour's P99 gap in ms, alone and beside"] = p99_ms
         counted["at_most"] = {"P99 beside": (p99_ms[1], 2 * p99_ms[0])}
         print(counted)
+        assert statuses == {"200": num_grammars}
         assert grown[1] < 300
         assert grown[0] < 100
         assert server.num_restarts() == 0

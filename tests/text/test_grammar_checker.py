@@ -17,6 +17,7 @@ from infer.errors import OverloadedError, RequestError
 from infer.text.grammars.compiler import Vocabulary
 from infer.text.untrusted import workers
 from infer.text.untrusted.grammar_checker import GrammarChecker
+from infer.text.untrusted.worker import OUT_OF_TIME
 from infer.types.grammar import Grammar
 
 GOOD = Grammar.choice(["a", "b"])
@@ -50,7 +51,7 @@ LONG = [Grammar.regex("a?" * 8000 + "a" * 1200 + "b" * i) for i in range(4)]
 def test_a_grammar_that_ends_it_is_refused_and_the_next_one_is_not(checker: GrammarChecker) -> None:
     checker.check(GOOD)
     [first] = checker.workers.pids
-    watch = when_it_computes(first, signal.SIGXCPU)
+    watch = when_it_computes(first, OUT_OF_TIME)
     with pytest.raises(RequestError, match="cannot be compiled in 3 s") as caught:
         checker.check(LONG[0])
     watch.join()
@@ -61,10 +62,13 @@ def test_a_grammar_that_ends_it_is_refused_and_the_next_one_is_not(checker: Gram
     assert checker.workers.num_deaths == 1
 
 
-def test_a_kill_from_outside_is_not_the_grammars_fault(checker: GrammarChecker) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGXCPU])
+def test_a_kill_from_outside_is_not_the_grammars_fault(
+    checker: GrammarChecker, number: signal.Signals
+) -> None:
     checker.check(GOOD)
     [pid] = checker.workers.pids
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
     time.sleep(0.1)
     checker.check(Grammar.choice(["c"]))
     assert checker.workers.num_deaths == 1

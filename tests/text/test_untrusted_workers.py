@@ -17,7 +17,7 @@ import pytest
 from infer.errors import OverloadedError, RequestError
 from infer.text.untrusted.grammar_checker import MAX_KNOWN, GrammarChecker
 from infer.text.untrusted.process import WorkerProcess
-from infer.text.untrusted.worker import encoded
+from infer.text.untrusted.worker import OUT_OF_TIME, encoded
 from infer.text.untrusted.workers import Answer, Job, UntrustedWorkers
 from infer.types.grammar import Grammar
 from tests.support.stopped import go_on, stop
@@ -154,6 +154,19 @@ def test_it_gets_no_secrets_and_writes_no_files(monkeypatch: pytest.MonkeyPatch)
         process.end()
 
 
+def test_no_limit_counts_the_time_of_earlier_jobs(workers: UntrustedWorkers) -> None:
+    """The system's count of a process's time is some per cent away from what the process is told:
+    beside it a job would end at once after two minutes of others, and its text be refused."""
+    assert text_of(workers.submit(loop(workers, 1))) == "1"
+    [pid] = workers.pids
+
+    def limit(process: object) -> list[str]:
+        lines = Path(f"/proc/{process}/limits").read_text(encoding="utf-8").splitlines()
+        return [line for line in lines if line.startswith("Max cpu time")]
+
+    assert limit(pid) == limit("self")
+
+
 def test_it_ends_with_its_owners_process() -> None:
     program = (
         "from infer.text.untrusted.workers import UntrustedWorkers\n"
@@ -234,7 +247,7 @@ def test_grammars_that_wait_for_the_same_verdict_are_compiled_once(
     steps = [checker.checking(Grammar.choice(["b"])) for _ in range(6)]
     answers = [checker.workers.submit(next(each), "a") for each in steps]
     assert not any(each.done() for each in answers)
-    os.kill(pid, signal.SIGXCPU)
+    os.kill(pid, OUT_OF_TIME)
     go_on(pid)
     for each, answer in zip(steps, answers, strict=True):
         with pytest.raises(RequestError, match="3 s of CPU time"):

@@ -3,8 +3,8 @@
 `text.untrusted.process` starts it as `python -m infer.text.untrusted.worker KIND`. It reads jobs
 from its standard input, and answers each. The first job prepares it: for the kind `template` it is
 the template's source, for `grammar` the vocabulary, for `pattern` the tokenizer. The system limits
-the CPU time of each job and the memory, and ends a process that exceeds them. The process has no
-environment of its parent's, cannot write files, and ends when its input ends.
+the CPU time of each job (`OUT_OF_TIME`) and the memory, and ends a process that exceeds them. The
+process has no environment of its parent's, cannot write files, and ends when its input ends.
 
 A message is a head and JSON. The head has the length of the JSON, and seconds of CPU time: in a
 job those that it may use, in an answer those that it has used.
@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import resource
+import signal
 import struct
 import sys
 import threading
@@ -31,6 +32,8 @@ MAX_BYTES_MEANWHILE = {"template": 512 << 20, "grammar": 1 << 30, "pattern": 1 <
 """Maximum address space beyond that of the prepared process, by kind, in bytes."""
 HEAD = struct.Struct("<Id")
 """Head of a message: bytes of the JSON, seconds of CPU time."""
+OUT_OF_TIME = signal.SIGPROF
+"""Signal by which the system ends a process whose job has used its CPU time."""
 SURROGATES = "surrogatepass"
 """How lone surrogates are encoded, which texts of callers may have."""
 _STACK_BYTES = 64 << 20
@@ -98,8 +101,9 @@ def _serve(kind: str, source: BinaryIO, sink: BinaryIO) -> None:
         while True:
             cpu_s, value = _read_message(source)
             before_s = _used_s()
-            # The limit is in whole seconds of the process.
-            _limit(resource.RLIMIT_CPU, int(before_s) + 1 + int(cpu_s))
+            # Not RLIMIT_CPU: the system counts that in ticks from the start of the process, some
+            # per cent away from `_used_s`. After two minutes of work a job would end at once.
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
             if work is not None:
                 answer = work(value)
             else:
@@ -107,13 +111,16 @@ def _serve(kind: str, source: BinaryIO, sink: BinaryIO) -> None:
                 answer, work = _prepared(kind, value)
                 _limit_memory(MAX_BYTES_MEANWHILE[kind])
             del value
-            sink.write(encoded(_used_s() - before_s, answer))
+            message = encoded(_used_s() - before_s, answer)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            sink.write(message)
             sink.flush()
 
 
 def main() -> None:
     """Answer jobs until the input ends."""
     leave_signals_to_parent()
+    signal.signal(OUT_OF_TIME, signal.SIG_DFL)
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         _limit(limit, 0)
     with contextlib.suppress(OSError):

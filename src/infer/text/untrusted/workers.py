@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from infer.errors import InferError, OverloadedError
 from infer.fair_queue import FairQueue
 from infer.text.untrusted.process import WorkerProcess
-from infer.text.untrusted.worker import HEAD, decoded, encoded
+from infer.text.untrusted.worker import HEAD, OUT_OF_TIME, decoded, encoded
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -338,11 +338,13 @@ class UntrustedWorkers:
 
 
 def _death_of(status: int) -> Death:
-    if status == -signal.SIGXCPU:
+    if status == -OUT_OF_TIME:
         return "cpu"
     if status == -signal.SIGABRT:  # native allocators abort if there is no memory
         return "memory"
-    return "killed" if status in (-signal.SIGKILL, -signal.SIGTERM) else "crash"
+    # SIGXCPU: a limit that the server was started with, of all that the process does.
+    outside = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGXCPU)
+    return "killed" if status in outside else "crash"
 
 
 def _overloaded(kind: str) -> OverloadedError:
