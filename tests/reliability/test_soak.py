@@ -61,7 +61,9 @@ async def soak(server: Served, minutes: float) -> dict[str, Any]:
                 assert heard.status == 422
                 seen["wrong"] += 1
             elif what < 0.6:  # a prompt of its own
-                await follow(server.port, {**wanted[i], "prompt": f"{dice.random()} One day"})
+                body = {**wanted[i], "prompt": f"{dice.random()} One day"}
+                heard = await follow(server.port, body)
+                assert (heard.status, heard.is_done) == (200, True), heard
                 seen["own prompt"] += 1
             else:
                 heard = await follow(server.port, wanted[i])

@@ -5,6 +5,7 @@ Tests decide when it computes, when its frames arrive, when it is silent, dies a
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +51,9 @@ class HashReplica:
 
     def _make(self) -> EngineCore:
         self.alone = None
-        return make_hash_core(announce=self._announce, **self.settings)
+        # Steps of equal length: a router learns how long they take.
+        clock = itertools.count(0.0, 0.001).__next__
+        return make_hash_core(announce=self._announce, **{"clock": clock, **self.settings})
 
     def _announce(self, request_id: str | None) -> None:
         self.alone = request_id
