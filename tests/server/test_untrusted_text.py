@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,35 @@ def test_a_chat_that_waits_for_its_template_holds_nothing() -> None:
         for pid in pids:
             go_on(pid)
         assert [(await each).status for each in waiting] == [200] * 3
+
+    with_app(engine, use)
+
+
+@pytest.mark.parametrize("is_chat", [True, False], ids=["chat", "grammar"])
+def test_a_process_that_gets_no_time_says_nothing_about_the_request(
+    monkeypatch: pytest.MonkeyPatch, is_chat: bool
+) -> None:
+    """On a machine that is too busy for it; the same request is answered afterwards."""
+    engine, processor = engine_of()
+    workers = templates_of(processor) if is_chat else processor.grammars.workers
+    path = CHAT if is_chat else COMPLETIONS
+    body = chat_body() if is_chat else completion_body(guided_choice=["a"])
+
+    async def use(app: App) -> None:
+        engine.warm_workers()
+        while workers.num_warm < workers.num_workers:
+            await asyncio.sleep(0.01)
+        with monkeypatch.context() as hurried:
+            hurried.setattr(workers, "job", partial(workers.job, deadline_s=0.1))
+            for pid in workers.pids:
+                stop(pid)
+            reply = await app.post(path, body)
+        assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+        assert "cannot be checked at the moment" in reply.error()["message"]
+        for pid in workers.pids:
+            with suppress(ProcessLookupError):
+                go_on(pid)
+        assert (await app.post(path, body)).status == 200
 
     with_app(engine, use)
 

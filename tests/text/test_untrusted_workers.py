@@ -217,24 +217,30 @@ def test_a_refusal_is_remembered(checker: GrammarChecker, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("death", "words", "is_kept"),
+    ("death", "words", "num_jobs", "status"),
     [
-        ("cpu", "3 s of CPU time", True),
-        ("memory", "memory limit", True),
-        ("crash", "cannot be compiled", True),
-        ("deadline", "3 s of CPU time", False),
-        ("killed", "cannot be compiled", False),
+        ("cpu", "3 s of CPU time", 1, 400),
+        ("memory", "memory limit", 1, 400),
+        ("crash", "cannot be compiled", 1, 400),
+        ("deadline", "cannot be checked at the moment", 2, 503),
+        ("killed", "cannot be checked at the moment", 2, 503),
     ],
 )
 def test_a_refusal_is_remembered_unless_its_cause_may_pass(
-    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, death: Any, words: str, is_kept: bool
+    checker: GrammarChecker,
+    monkeypatch: pytest.MonkeyPatch,
+    death: Any,
+    words: str,
+    num_jobs: int,
+    status: int,
 ) -> None:
     counted = Counted(checker, monkeypatch)
     counted.answer = Answer(b"", death, 3.0)
     for _ in range(2):
-        with pytest.raises(RequestError, match=words):
+        with pytest.raises(RequestError, match=words) as caught:
             checker.check(Grammar.choice(["a"]))
-    assert counted.num_jobs == (1 if is_kept else 2)
+        assert caught.value.status == status
+    assert counted.num_jobs == num_jobs
 
 
 def test_grammars_that_wait_for_the_same_verdict_are_compiled_once(

@@ -215,7 +215,7 @@ class ChatTemplate:
             except (ValueError, RecursionError):
                 problem = "they are nested too deeply, or have a number that is too long"
                 raise _refusal(f"{CANNOT}: {problem}") from None
-            rendered = _rendered_of((yield job))
+            rendered = _rendered_of(self.workers.lasting((yield job)))
         if (limit := rendered.get("exceeds")) is not None:
             raise _LimitError(_LIMITS[limit].format(max_cpu_s=max_cpu_s, max_chars=max_chars))
         if "problem" in rendered:
@@ -237,9 +237,7 @@ class ChatTemplate:
 _LIMITS = {
     "cpu": "it takes more than {max_cpu_s} s of CPU time",
     "chars": "the prompt is longer than {max_chars} characters",
-    "deadline": "it takes too long",
     "memory": "it takes too much memory",
-    "killed": "its process was ended",
     "crash": "it ends the process that renders it",
 }
 
@@ -255,8 +253,9 @@ def _compiling_workers(source: str) -> UntrustedWorkers:
     """Processes that render a template, one of which has compiled it; raises `LoadError`."""
     workers = UntrustedWorkers("template", lambda: source, prepare_cpu_s=MAX_COMPILE_S)
     try:
-        compiled = _rendered_of(workers.first_answer())
+        compiled = _rendered_of(workers.lasting(workers.first_answer()))
     except OverloadedError as error:
+        workers.close()
         raise LoadError(f"the chat template cannot be compiled: {error}") from None
     problem = compiled.get("problem")
     if (limit := compiled.get("exceeds")) is not None:

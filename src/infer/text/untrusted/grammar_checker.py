@@ -3,8 +3,8 @@
 The compiler of grammars is native code, and clients write the grammars. A fault in it must not end
 the process that serves all streams. So grammars are first compiled in a small process
 (`text.untrusted.worker`), with the engine's vocabulary and limits, and with limits of time and
-memory. If that process dies, the grammar is refused. What was found is remembered, refusals too,
-unless the cause may pass.
+memory. If that process dies, the grammar is refused. What was found is remembered, refusals too. A
+death whose cause may pass says nothing about the grammar, which may be sent again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_KNOWN = 256
 _TOO_LONG = f"it cannot be compiled in {MAX_CPU_S} s of CPU time"
 _TOO_HARD = "it cannot be compiled within the memory limit"
 _DIED = "it cannot be compiled"
-_PROBLEMS = {"cpu": _TOO_LONG, "deadline": _TOO_LONG, "memory": _TOO_HARD}
+_PROBLEMS = {"cpu": _TOO_LONG, "memory": _TOO_HARD}
 
 
 class GrammarChecker:
@@ -70,7 +70,7 @@ class GrammarChecker:
             recall=partial(self._recalled, grammar),
             remember=partial(self._remember, grammar),
         )
-        return _verdict_of(answer)
+        return _verdict_of(self.workers.lasting(answer))
 
     def _known(self, grammar: Grammar) -> Verdict | None:
         with self._lock:

@@ -172,6 +172,13 @@ class UntrustedWorkers:
         """
         return Job(self, encoded(cpu_s, value), cpu_s, deadline_s, recall, remember)
 
+    def lasting(self, answer: Answer) -> Answer:
+        """An answer that the same job will have again. Raises `OverloadedError` for another: the
+        machine gave its process no time, or something outside has ended it."""
+        if not answer.is_lasting:
+            raise _overloaded(self.kind)
+        return answer
+
     def submit(self, job: Job, owner: str = "") -> Future[Answer]:
         """Work on a job of an owner; the result is an `Answer`, also if a process dies.
 
