@@ -23,6 +23,11 @@ from tests.support.hash_engine import limits_of, make_hash_core
 EQUAL = Fingerprint(model="model", numbers="numbers")
 
 
+def steady_clock() -> Callable[[], float]:
+    """A clock for engines with which steps are equally long; a router learns how long they take."""
+    return itertools.count(0.0, 0.001).__next__
+
+
 class EngineDies(BaseException):
     """Raised by a runner: its engine dies in this step."""
 
@@ -51,9 +56,7 @@ class HashReplica:
 
     def _make(self) -> EngineCore:
         self.alone = None
-        # Steps of equal length: a router learns how long they take.
-        clock = itertools.count(0.0, 0.001).__next__
-        return make_hash_core(announce=self._announce, **{"clock": clock, **self.settings})
+        return make_hash_core(announce=self._announce, **self.settings)
 
     def _announce(self, request_id: str | None) -> None:
         self.alone = request_id

@@ -24,7 +24,7 @@ from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 from infer.types.engine_limits import EngineLimits
 from infer.types.fingerprint import Fingerprint
 from tests.support.checkpoints import VOCAB_SIZE
-from tests.support.fleet_replicas import EQUAL, Caller, EngineDies, HashReplica
+from tests.support.fleet_replicas import EQUAL, Caller, EngineDies, HashReplica, steady_clock
 from tests.support.hash_engine import HashRunner, solo
 
 SMALL: dict[str, Any] = {
@@ -69,7 +69,7 @@ class Fleets(RuleBasedStateMachine):
     @initialize(count=st.integers(1, 3), routing=st.sampled_from(get_args(Routing)))
     def begin(self, count: int, routing: Routing) -> None:
         self.now_s = 0.0
-        self.replicas = of(*(f"m{i}" for i in range(count)))
+        self.replicas = of(*(f"m{i}" for i in range(count)), clock=steady_clock())
         router = make_router(routing)
         self.fleet, self.caller = started(*self.replicas, clock=lambda: self.now_s, router=router)
         self.requests: dict[str, Request] = {}
@@ -154,7 +154,7 @@ class Fleets(RuleBasedStateMachine):
     @rule()
     def join(self) -> None:
         self.num_joined += 1
-        (replica,) = of(f"j{self.num_joined}")
+        (replica,) = of(f"j{self.num_joined}", clock=steady_clock())
         self.replicas.append(replica)
         self.fleet.join(replica)
 

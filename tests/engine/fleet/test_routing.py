@@ -22,7 +22,7 @@ from infer.schedule.index_changes import chain
 from infer.types import Request, SamplingParams
 from infer.types.page_changes import PageChanges
 from infer.types.step_events import ForeignLoad, StepEvents
-from tests.support.fleet_replicas import Caller, HashReplica
+from tests.support.fleet_replicas import Caller, HashReplica, steady_clock
 from tests.support.routed_engines import COSTS_S, RoutedEngine, RoutedEngines
 
 PAGE = 4
@@ -345,7 +345,7 @@ def test_old_pages_count_until_the_new_ones_are_complete() -> None:
 
 def test_a_fleet_tells_its_router_which_pages_its_replicas_have() -> None:
     """Four conversations, two engines: each second turn goes where the first one was computed."""
-    replicas = [HashReplica(f"m{i}", max_batch_size=8) for i in range(2)]
+    replicas = [HashReplica(f"m{i}", max_batch_size=8, clock=steady_clock()) for i in range(2)]
     caller = Caller()
     fleet = Fleet(replicas, router=PrefixRouter(), watch_s=3600)
     fleet.start(caller.deliver, caller.died)
