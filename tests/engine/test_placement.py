@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
@@ -26,6 +25,7 @@ from infer.engine.build.placement import (
 from infer.engine.build.processors import Core, Processors, cpus_of, read_cores, read_processors
 from infer.kernels import loader
 from infer.main_memory import available_on_node
+from tests.support.serving import until
 
 NATIVE = not isinstance(loader.library(), str)
 
@@ -265,11 +265,12 @@ def test_each_thread_of_the_kernels_is_where_it_was_put() -> None:
         layer = make_linear(torch.randn(512, 512).bfloat16(), None)
         for rows, _ in product((1, 100), range(20)):
             layer(torch.randn(rows, 512).bfloat16())
-        ends_s = time.monotonic() + 20  # nobody waits for a thread that has not begun yet
-        while sorted(found[1:]) != mine and time.monotonic() < ends_s:
-            time.sleep(0.01)
-            new = {int(path.name) for path in Path("/proc/self/task").iterdir()} - before
-            found[:] = [sorted(os.sched_getaffinity(thread)) for thread in sorted(new)]
+        until(are_in_place)  # no call waits for a thread that has not begun yet
+
+    def are_in_place() -> bool:
+        new = {int(path.name) for path in Path("/proc/self/task").iterdir()} - before
+        found[:] = [sorted(os.sched_getaffinity(thread)) for thread in sorted(new)]
+        return sorted(found[1:]) == mine
 
     try:
         thread = threading.Thread(target=compute)
