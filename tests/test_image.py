@@ -21,7 +21,7 @@ import pytest
 
 from tests.reliability.test_rolls import free_port
 from tests.support.containers import log_of, must_run, podman
-from tests.support.serving import until
+from tests.support.waits import until
 
 yaml = pytest.importorskip("yaml")
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(3000)]

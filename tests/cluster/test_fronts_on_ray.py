@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from tests.support.postgresql import postgresql
 from tests.support.server_process import Findings
 from tests.support.serving import CHAT
 from tests.support.tenants import make
+from tests.support.waits import until_async
 
 ray = pytest.importorskip("ray", reason="pip install -e '.[cluster]'")
 
@@ -60,15 +61,6 @@ def kill_shared(application: str) -> None:
     ray.kill(ray.get_actor(f"infer-fronts-{application}", namespace="infer"))
 
 
-async def until(condition: Callable[[], bool], limit_s: float) -> float:
-    """Seconds until a condition is met."""
-    began_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began_s < limit_s
-        await asyncio.sleep(0.02)
-    return time.monotonic() - began_s
-
-
 def test_the_shared_actor_is_found_and_made_again(started: None) -> None:
     from infer.cluster.shared_fronts import SharedFronts
 
@@ -83,7 +75,7 @@ def test_the_shared_actor_is_found_and_made_again(started: None) -> None:
         for each in limits:
             each.start()
         serving = [asyncio.ensure_future(each.serve(lambda said: said + b"!")) for each in peers]
-        await until(lambda: all(each.is_connected for each in limits), 30)
+        await until_async(lambda: all(each.is_connected for each in limits))
         took_s = []
         for index in range(60):
             began_s = time.monotonic()
@@ -96,7 +88,9 @@ def test_the_shared_actor_is_found_and_made_again(started: None) -> None:
         kill_shared("alone")
         granted = [(await limits[index % 2].acquire(ask)).is_granted for index in range(60)]
         assert 36 <= sum(granted) <= 50  # 40 were left, and a few have come since
-        pause_s = await until(lambda: all(each.is_connected for each in limits), 30)
+        began_s = time.monotonic()
+        await until_async(lambda: all(each.is_connected for each in limits))
+        pause_s = time.monotonic() - began_s
         print(f"fronts shared limits again {pause_s:.1f} s later")
         granted = [(await limits[index % 2].acquire(ask)).is_granted for index in range(60)]
         assert sum(granted) <= 5 + 2 * pause_s  # the new one knows what has been used

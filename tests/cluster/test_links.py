@@ -33,8 +33,9 @@ from infer.types.step_events import StepEvents
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.fleet_replicas import Caller, HashReplica
 from tests.support.hash_engine import solo
-from tests.support.linked_engines import LinkedEngine, Wire, over, remote, wait_until
+from tests.support.linked_engines import LinkedEngine, Wire, over, remote
 from tests.support.virtual_time import run_in_virtual_time
+from tests.support.waits import until
 
 
 def request(name: str, dice: random.Random, max_tokens: int = 60) -> Request:
@@ -66,7 +67,7 @@ class World:
             fleet = Fleet(replicas, router=PrefixRouter(), link_timeout_s=0.4, watch_s=0.05)
             fleet.start(caller.deliver, caller.died)
             self.fleets.append(fleet)
-        wait_until(lambda: all(fleet.is_ready for fleet in self.fleets))
+        until(lambda: all(fleet.is_ready for fleet in self.fleets))
         self.sent: list[tuple[int, Request]] = []
 
     def send(self, front: int, wanted: Request) -> None:
@@ -75,7 +76,7 @@ class World:
 
     def finish(self) -> None:
         """Each request ends, with the tokens that it has alone."""
-        wait_until(lambda: all(r.request_id in self.callers[f].ends for f, r in self.sent))
+        until(lambda: all(r.request_id in self.callers[f].ends for f, r in self.sent))
         for front, wanted in self.sent:
             caller = self.callers[front]
             assert caller.ends[wanted.request_id].error is None
@@ -106,7 +107,7 @@ def test_no_token_is_lost_or_changed(world: World, fault: str) -> None:
     for number in range(24):
         world.send(number % 2, request(f"r{number}", dice))
     victim = next(each for each in world.engines if each.host.num_unfinished)
-    wait_until(lambda: any(caller.tokens for caller in world.callers))
+    until(lambda: any(caller.tokens for caller in world.callers))
     match fault:
         case "process":
             victim.die()
@@ -125,15 +126,15 @@ def test_no_token_is_lost_or_changed(world: World, fault: str) -> None:
     for number in range(24, 36):
         world.send(number % 2, request(f"r{number}", dice))
     if fault == "frozen":
-        wait_until(lambda: len([1 for _, r in world.sent if r.request_id in world.callers[0].ends]))
+        until(lambda: len([1 for _, r in world.sent if r.request_id in world.callers[0].ends]))
         victim.is_frozen = False
     if fault == "stopped":
-        wait_until(lambda: all(r.request_id in world.callers[f].ends for f, r in world.sent))
+        until(lambda: all(r.request_id in world.callers[f].ends for f, r in world.sent))
         replicas = [fleet.replicas[victim.engine.name] for fleet in world.fleets]
         assert not any(replica.is_ready for replica in replicas)
         with victim.lock:
             victim.engine.heal()
-        wait_until(lambda: all(replica.is_ready for replica in replicas))
+        until(lambda: all(replica.is_ready for replica in replicas))
         for number in range(36, 48):
             world.send(number % 2, request(f"r{number}", dice))
     world.finish()
@@ -152,7 +153,7 @@ def test_a_front_that_has_gone_leaves_nothing_behind() -> None:
     world = World(num_engines=1)
     dice = random.Random(2)
     world.send(0, request("gone", dice, max_tokens=400))
-    wait_until(lambda: world.callers[0].tokens["gone"])
+    until(lambda: world.callers[0].tokens["gone"])
     world.fleets[0].stop()
     (engine,) = world.engines
     engine.host.detach("front-0")
@@ -199,10 +200,10 @@ def test_a_front_knows_the_silence_of_an_engine_whose_machine_lives(world: World
     machine, replica = world.engines[0], world.fleets[0].replicas["engine-0"]
     with machine.lock:
         machine.engine.cut()
-    wait_until(lambda: replica.link_silence_s > 50)  # the engine says 99
+    until(lambda: replica.link_silence_s > 50)  # the engine says 99
     with machine.lock:
         machine.engine.heal()
-    wait_until(lambda: replica.link_silence_s < 50)
+    until(lambda: replica.link_silence_s < 50)
 
 
 def test_commands_of_an_earlier_generation_are_ignored() -> None:
@@ -290,7 +291,7 @@ def test_the_bytes_of_a_link_may_be_cut_anywhere() -> None:
     fleet.start(caller.deliver, caller.died)
     wanted = request("r", random.Random(11))
     fleet.add(wanted)
-    wait_until(lambda: "r" in caller.ends)
+    until(lambda: "r" in caller.ends)
     assert caller.tokens["r"] == solo(wanted, VOCAB_SIZE)
     fleet.stop()
     engine.stop()
@@ -414,7 +415,7 @@ def test_times_are_those_of_this_machine() -> None:
     fleet.start(caller.deliver, caller.died)
     wanted = request("r", random.Random(7))
     fleet.add(wanted)
-    wait_until(lambda: "r" in caller.ends)
+    until(lambda: "r" in caller.ends)
     assert caller.tokens["r"] == solo(wanted, VOCAB_SIZE)
     assert all(started_s > began_s + 999 for started_s in times)
     fleet.stop()

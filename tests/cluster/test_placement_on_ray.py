@@ -18,7 +18,7 @@ import pytest
 from tests.support.checkpoints import write_llama
 from tests.support.json_client import call
 from tests.support.ray_cluster import ENGINE, ray_cluster
-from tests.support.serving import until
+from tests.support.waits import until
 
 pytest.importorskip("ray", reason="pip install -e '.[cluster]'")
 

@@ -18,6 +18,7 @@ from infer.types import Request
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import core_of, make_hash_llm, small_tokenizer
 from tests.support.hash_engine import solo
+from tests.support.waits import until_async
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -30,12 +31,6 @@ def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
     return asyncio.run(main())
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.002)
-
-
 def idle(llm: AsyncLLM) -> bool:
     stats = llm.stats()
     return (
@@ -44,13 +39,17 @@ def idle(llm: AsyncLLM) -> bool:
     )
 
 
+def all_have_ended(llm: AsyncLLM) -> bool:
+    return all(each.finish_reason for each in llm.snapshot().values())
+
+
 def test_many_at_once_each_get_their_own() -> None:
     async def body(llm: AsyncLLM) -> None:
         requests = [llm.make_request([i + 1, 7], GREEDY) for i in range(30)]
         outputs = await asyncio.gather(*[llm.generate(request) for request in requests])
         for request, output in zip(requests, outputs, strict=True):
             assert list(output.token_ids) == solo(request, VOCAB_SIZE)
-        await until(lambda: idle(llm))
+        await until_async(lambda: idle(llm))
 
     run(body)
 
@@ -67,7 +66,7 @@ def test_a_stop_string_ends_the_request_in_the_core_too() -> None:
             assert piece.finish_reason is FinishReason.STOP
             assert text == plain.text[: plain.text.index(stop)]
             # The stream is still open, so the stop string frees the pages, not leaving it.
-            await until(lambda: idle(llm))
+            await until_async(lambda: idle(llm))
             assert llm.stats()["num_finished_stop"] == 1
 
     run(body, step_s=0.002)
@@ -83,11 +82,11 @@ def test_leaving_aborts(how: str) -> None:
                     break
         else:
             task = asyncio.create_task(llm.generate(llm.make_request("abc", params)))
-            await until(lambda: llm.stats()["num_running"] == 1)
+            await until_async(lambda: llm.stats()["num_running"] == 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-        await until(lambda: idle(llm))
+        await until_async(lambda: idle(llm))
         assert llm.stats()["num_open"] == 0
 
     run(body, step_s=0.002)
@@ -144,7 +143,7 @@ def test_a_slow_reader_finds_one_merged_piece_or_one_a_token() -> None:
     async def body(llm: AsyncLLM, merge: bool) -> None:
         request = llm.make_request("abc", GREEDY)
         async with llm.stream(request, merge=merge) as pieces:
-            await until(lambda: idle(llm))
+            await until_async(lambda: idle(llm))
             await asyncio.sleep(0.2)  # until the last step's message has reached this loop
             got = [piece async for piece in pieces]
         assert [len(piece.token_ids) for piece in got] == ([20] if merge else [1] * 20)
@@ -173,7 +172,7 @@ def test_a_reader_far_behind_gets_everything_while_it_takes_little_room_when_mer
     async def body(llm: AsyncLLM) -> None:
         request = llm.make_request("abc", LONG)
         async with llm.stream(request) as pieces:
-            await until(lambda: one(llm).finish_reason is not None)
+            await until_async(lambda: one(llm).finish_reason is not None)
             (piece,) = [piece async for piece in pieces]
         assert list(piece.token_ids) == solo(request, VOCAB_SIZE)
 
@@ -195,7 +194,7 @@ def test_a_reader_for_whom_too_much_gathers_is_cancelled(merge: bool) -> None:
         tokens = [token for piece in taken for token in piece.token_ids]
         assert tokens == solo(request, VOCAB_SIZE)[: len(tokens)]
         assert len(tokens) > 50
-        await until(lambda: idle(llm))
+        await until_async(lambda: idle(llm))
         stats = llm.stats()
         assert (stats["num_requests_finished"], stats["num_requests_cancelled"]) == (1, 1)
 
@@ -221,7 +220,7 @@ def bytes_of_all() -> int:
     async def body(llm: AsyncLLM) -> int:
         first, second, _ = unread(llm)
         async with llm.stream(first), llm.stream(second):
-            await until(lambda: all(each.finish_reason for each in llm.snapshot().values()))
+            await until_async(lambda: all_have_ended(llm))
             return waiting(llm)
 
     found: int = run(body, **ROOM, mailbox_limits=MailboxLimits(max_bytes=10**9))
@@ -240,13 +239,15 @@ def test_when_all_mailboxes_hold_too_much_the_fullest_is_dropped(has_ended: bool
                 return llm.snapshot()[wanted[0].request_id]
 
             if has_ended:
-                await until(lambda: all(each.finish_reason for each in llm.snapshot().values()))
+                await until_async(
+                    lambda: all(each.finish_reason for each in llm.snapshot().values())
+                )
             else:
-                await until(lambda: first().num_unread_bytes > 100_000)
+                await until_async(lambda: first().num_unread_bytes > 100_000)
             assert first().finish_reason is (FinishReason.LENGTH if has_ended else None)
             running = asyncio.create_task(llm.generate(wanted[2]))
             async with llm.stream(llm.make_request([4, 7], GREEDY)) as late:
-                await until(lambda: waiting(llm) < 20_000)
+                await until_async(lambda: waiting(llm) < 20_000)
                 assert [p.error async for p in late if p.finish_reason] == [None]
             async with asyncio.timeout(60):
                 (end,) = [piece async for piece in full]
@@ -255,7 +256,7 @@ def test_when_all_mailboxes_hold_too_much_the_fullest_is_dropped(has_ended: bool
             (all_of_it,) = [piece async for piece in behind]
             assert list(all_of_it.token_ids) == solo(wanted[1], VOCAB_SIZE)
             assert list((await running).token_ids) == solo(wanted[2], VOCAB_SIZE)
-        await until(lambda: idle(llm))
+        await until_async(lambda: idle(llm))
         stats = llm.stats()
         assert (stats["num_requests_finished"], stats["num_requests_cancelled"]) == (3, 1)
 
@@ -305,7 +306,7 @@ def test_a_failing_step_is_done_again_and_nobody_notices(
         for request, outcome in zip(requests, outcomes[:3], strict=True):
             assert not isinstance(outcome, BaseException), outcome
             assert list(outcome.token_ids) == solo(request, VOCAB_SIZE)
-        await until(lambda: idle(llm))
+        await until_async(lambda: idle(llm))
         after = llm.make_request([9], GREEDY)
         assert list((await llm.generate(after)).token_ids) == solo(after, VOCAB_SIZE)
 
@@ -319,7 +320,7 @@ def test_closing_ends_what_runs_with_an_error_and_refuses_the_rest() -> None:
         await llm.start()
         request = llm.make_request("abc", GREEDY.replace(max_tokens=400))
         task = asyncio.create_task(llm.generate(request))
-        await until(lambda: llm.stats()["num_running"] == 1)
+        await until_async(lambda: llm.stats()["num_running"] == 1)
         await llm.close()
         with pytest.raises(EngineError, match="shutting down"):
             await task

@@ -25,7 +25,7 @@ from infer.engine.build.placement import (
 from infer.engine.build.processors import Core, Processors, cpus_of, read_cores, read_processors
 from infer.kernels import loader
 from infer.main_memory import available_on_node
-from tests.support.serving import until
+from tests.support.waits import until
 
 NATIVE = not isinstance(loader.library(), str)
 

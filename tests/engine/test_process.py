@@ -72,6 +72,7 @@ from infer.types.step_events import (
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import launch_hash_llm, pid_of, replica_of
 from tests.support.hash_engine import solo
+from tests.support.waits import until_async
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -87,12 +88,6 @@ def run(body: Callable[[AsyncLLM], Awaitable[Any]], **settings: Any) -> Any:
 
 def worker_of(llm: AsyncLLM) -> Replica:
     return replica_of(llm)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def idle(llm: AsyncLLM) -> bool:
@@ -193,7 +188,7 @@ def test_a_command_that_cannot_be_sent_ends_the_process_and_not_the_others() -> 
     async def body(llm: AsyncLLM) -> None:
         before = pid_of(llm)
         worker_of(llm).abort(object(), 1)  # type: ignore[arg-type]
-        await until(lambda: llm.is_ready and pid_of(llm) != before, 60)
+        await until_async(lambda: llm.is_ready and pid_of(llm) != before, 60)
         assert (await llm.generate(llm.make_request("abc", GREEDY))).text
 
     run(body)
@@ -300,7 +295,7 @@ def test_many_at_once_each_get_their_own() -> None:
         for request, output in zip(requests, outputs, strict=True):
             assert list(output.token_ids) == solo(request, VOCAB_SIZE)
             assert (output.logprobs is None) == (request.sampling.logprobs is None)
-        await until(lambda: idle(llm))
+        await until_async(lambda: idle(llm))
         assert llm.stats()["num_restarts"] == 0
 
     run(body)
@@ -316,7 +311,7 @@ def test_leaving_aborts_and_a_stop_string_too() -> None:
         async with llm.stream(llm.make_request("abc", long)) as pieces:
             async for _ in pieces:
                 break
-        await until(lambda: idle(llm))
+        await until_async(lambda: idle(llm))
         assert llm.stats()["num_finished_abort"] == llm.stats()["num_finished_stop"] == 1
 
     run(body, step_s=0.002)
@@ -371,7 +366,7 @@ def test_closing_ends_the_process_at_once_and_what_runs_with_an_error() -> None:
         task = asyncio.create_task(
             llm.generate(llm.make_request("abc", GREEDY.replace(max_tokens=400)))
         )
-        await until(lambda: llm.stats()["num_running"] == 1)
+        await until_async(lambda: llm.stats()["num_running"] == 1)
         await llm.close()
         with pytest.raises(EngineError, match="shutting down"):
             await task

@@ -25,6 +25,7 @@ from tests.support.cases import slow_but
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import launch_hash_llm, pid_of
 from tests.support.hash_engine import make_hash_core, solo
+from tests.support.waits import until_async
 
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 PROMPTS = ["Once upon a time", "One day, a little bird", "7 + 5 ="]
@@ -166,12 +167,6 @@ def kill(llm: AsyncLLM) -> None:
     os.kill(pid_of(llm), signal.SIGKILL)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 def check(requests: list[Request], outputs: list[RequestOutput]) -> None:
     for each, output in zip(requests, outputs, strict=True):
         assert list(output.token_ids) == solo(each, VOCAB_SIZE)
@@ -185,10 +180,10 @@ def test_streams_go_on_over_many_deaths_and_newcomers_wait() -> None:
         tasks = [asyncio.create_task(llm.generate(each)) for each in requests]
         dice = random.Random(0)
         for i in range(3):
-            await until(lambda: llm.is_ready)
+            await until_async(lambda: llm.is_ready)
             await asyncio.sleep(dice.uniform(0.05, 0.15))
             kill(llm)
-            await until(lambda i=i: llm.stats()["num_restarts"] == i + 1)  # type: ignore[misc]
+            await until_async(lambda i=i: llm.stats()["num_restarts"] == i + 1)  # type: ignore[misc]
             assert not llm.is_ready
             assert llm.is_alive
             requests.append(llm.make_request([90 + i], drawn))
@@ -252,7 +247,7 @@ def test_an_engine_that_does_not_start_again_and_later_does(
         task = asyncio.create_task(
             llm.generate(llm.make_request("abc", GREEDY.replace(max_tokens=400)))
         )
-        await until(lambda: llm.stats()["num_running"] == 1)
+        await until_async(lambda: llm.stats()["num_running"] == 1)
         path.unlink()
         kill(llm)
         with pytest.raises(EngineDeadError, match="does not start again"):
@@ -261,7 +256,7 @@ def test_an_engine_that_does_not_start_again_and_later_does(
         with pytest.raises(EngineDeadError):
             await llm.generate(llm.make_request("abc", GREEDY))
         path.touch()
-        await until(lambda: llm.is_ready)
+        await until_async(lambda: llm.is_ready)
         again = llm.make_request("abc", GREEDY)
         check([again], [await llm.generate(again)])
 
@@ -278,7 +273,7 @@ def test_closing_while_the_next_one_starts(tmp_path: Path) -> None:
 
     async def body(llm: AsyncLLM) -> None:
         kill(llm)
-        await until(lambda: not llm.is_ready)
+        await until_async(lambda: not llm.is_ready)
         async with asyncio.timeout(60):
             await llm.close()
 

@@ -23,7 +23,7 @@ from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import process_id, start_hash_engines
 from tests.support.fleet_replicas import Caller
 from tests.support.hash_engine import solo
-from tests.support.linked_engines import wait_until
+from tests.support.waits import until
 
 
 class SharedEngine:
@@ -41,7 +41,7 @@ class SharedEngine:
         self._thread.start()
         self.callers = [Caller(), Caller()]
         self.fleets = [self._fleet(*each) for each in zip(self.near, self.callers, strict=True)]
-        wait_until(lambda: all(fleet.is_ready for fleet in self.fleets))
+        until(lambda: all(fleet.is_ready for fleet in self.fleets))
 
     def _fleet(self, sock: socket.socket, caller: Caller) -> Fleet:
         transport = LinkTransport(SocketLink(sock), "engine")
@@ -92,7 +92,7 @@ def test_no_token_is_lost_or_changed(shared: SharedEngine, fault: str) -> None:
     sent = [(i % 2, request(f"r{i}", dice)) for i in range(16)]
     for front, wanted in sent:
         shared.fleets[front].add(wanted)
-    wait_until(lambda: all(caller.tokens for caller in shared.callers))
+    until(lambda: all(caller.tokens for caller in shared.callers))
     if fault == "dropped":  # what a full queue does: the next link begins on the same socket
         shared.host.detach("front-0")
     elif fault == "killed":
@@ -102,12 +102,12 @@ def test_no_token_is_lost_or_changed(shared: SharedEngine, fault: str) -> None:
     elif fault == "closed":
         shared.near[0].shutdown(socket.SHUT_RDWR)
         sent = [(front, wanted) for front, wanted in sent if front == 1]
-    wait_until(lambda: all(r.request_id in shared.callers[front].ends for front, r in sent))
+    until(lambda: all(r.request_id in shared.callers[front].ends for front, r in sent))
     for front, wanted in sent:
         caller = shared.callers[front]
         assert caller.ends[wanted.request_id].error is None
         assert caller.tokens[wanted.request_id] == solo(wanted, VOCAB_SIZE)
-    wait_until(lambda: not shared.host.num_unfinished)  # what the closed one had is dropped
+    until(lambda: not shared.host.num_unfinished)  # what the closed one had is dropped
 
 
 def test_only_whole_frames_are_handed_on() -> None:

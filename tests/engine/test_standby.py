@@ -22,6 +22,7 @@ from infer.replicas.standby import ENDS_BELOW, Standby
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import launch_hash_llm, pid_of, process_id, replica_of
 from tests.support.hash_engine import solo
+from tests.support.waits import until_async
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "tests.support.hash_engine:hash_blueprint"
@@ -54,15 +55,9 @@ def is_prepared(pid: int | None) -> bool:
     return pid is not None and read(f"/proc/{pid}/comm").strip() == STANDBY_NAME
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 120) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def prepared(standby: Standby) -> int:
     """The id of the standby once it has imported everything."""
-    await until(lambda: is_prepared(standby.pid))
+    await until_async(lambda: is_prepared(standby.pid))
     assert standby.pid is not None
     return standby.pid
 
@@ -72,7 +67,7 @@ async def survives(llm: AsyncLLM, disturb: Callable[[], object]) -> None:
     requests = [llm.make_request([i + 1, 7], GREEDY.replace(seed=i)) for i in range(8)]
     tasks = [asyncio.create_task(llm.generate(request)) for request in requests]
     before = llm.stats()["num_sampled_tokens"]
-    await until(lambda: llm.stats()["num_sampled_tokens"] > before + 40)
+    await until_async(lambda: llm.stats()["num_sampled_tokens"] > before + 40)
     disturb()
     for request, output in zip(requests, await asyncio.gather(*tasks), strict=True):
         assert list(output.token_ids) == solo(request, VOCAB_SIZE)
@@ -103,7 +98,7 @@ def test_the_standby_becomes_the_next_engine_and_is_replaced(standby: Standby) -
             assert read(f"/proc/{pid}/oom_score_adj").strip() == "500"
         assert llm.stats()["num_restarts"] == 2
         pid = await prepared(standby)
-        await until(lambda: read(f"/proc/{pid}/oom_score_adj").strip() == "1000")
+        await until_async(lambda: read(f"/proc/{pid}/oom_score_adj").strip() == "1000")
         before = cpu_ticks(pid)
         await asyncio.sleep(0.2)
         assert cpu_ticks(pid) <= before + 1, "it is idle"
@@ -163,7 +158,7 @@ def test_one_that_still_imports_is_not_waited_for() -> None:
     importing = Standby("tests.support.endless_import:x")
 
     async def body(llm: AsyncLLM) -> None:
-        await until(lambda: importing.pid is not None)
+        await until_async(lambda: importing.pid is not None)
         pid = importing.pid
         await survives(llm, lambda: kill(pid_of(llm)))
         assert pid_of(llm) != pid
@@ -200,7 +195,7 @@ def test_memory_decides_whether_there_is_one() -> None:
         await asyncio.sleep(0.1)
         assert standby.pid == pid
         available[0] = ENDS_BELOW - 1
-        await until(lambda: standby.pid is None and not read(f"/proc/{pid}/cmdline"))
+        await until_async(lambda: standby.pid is None and not read(f"/proc/{pid}/cmdline"))
         await survives(llm, lambda: kill(pid_of(llm)))
 
     run(standby, body)
@@ -222,7 +217,7 @@ def test_several_engines_share_one_and_outlive_each_other(standby: Standby) -> N
             await llm.start()
             pid = await prepared(standby)
             kill(pid_of(other))
-            await until(lambda: process_id(replica_of(other)) == pid)
+            await until_async(lambda: process_id(replica_of(other)) == pid)
             await llm.close()
             await survives(other, lambda: None)
             assert pid_of(other) == pid

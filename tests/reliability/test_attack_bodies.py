@@ -40,8 +40,8 @@ from tests.support.serving import (
     completion_body,
     is_idle,
     live,
-    until,
 )
+from tests.support.waits import until
 
 
 def refusals(url: str) -> dict[str, int]:

@@ -42,8 +42,9 @@ from tests.support.server_process import (
     percentile,
     served,
 )
-from tests.support.serving import live, until
+from tests.support.serving import live
 from tests.support.transports import TRANSPORTS, Transport, options_of, settings_of
+from tests.support.waits import until
 
 
 @pytest.mark.parametrize("transport", ["plain", "tls"])

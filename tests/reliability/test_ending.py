@@ -35,7 +35,8 @@ from tests.support.server_process import (
     send,
     served,
 )
-from tests.support.serving import COMPLETIONS, App, Reply, completion_body, is_idle, serving, until
+from tests.support.serving import COMPLETIONS, App, Reply, completion_body, is_idle, serving
+from tests.support.waits import until
 
 LONG = {"max_tokens": 60, "ignore_eos": True}
 

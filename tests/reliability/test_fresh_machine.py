@@ -25,8 +25,8 @@ from tests.reliability.test_rolls import free_port
 from tests.support.containers import Machine, machine
 from tests.support.raw_http import connect, read_answer
 from tests.support.server_process import ENV, ROOT
-from tests.support.serving import until
 from tests.support.transports import make_certificate
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(400)]
 DEPLOY = ROOT / "deploy"

@@ -38,8 +38,8 @@ from tests.reliability.test_rolls import Backend, haproxy, nginx
 from tests.support.checkpoints import write_llama
 from tests.support.raw_http import HEALTH, connect, read_answer
 from tests.support.server_process import Findings, Served
-from tests.support.serving import until
 from tests.support.transports import make_certificate
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

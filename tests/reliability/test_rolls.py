@@ -26,8 +26,8 @@ import pytest
 
 from tests.support.raw_http import connect
 from tests.support.server_process import ENV, ROOT
-from tests.support.serving import until
 from tests.support.transports import make_certificate
+from tests.support.waits import until
 
 pytestmark = [pytest.mark.peer, pytest.mark.timeout(900)]
 

@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from tests.support.doubles import make_hash_llm
-from tests.support.serving import live, scripted, spelled, until
+from tests.support.serving import live, scripted, spelled
+from tests.support.waits import until
 
 TEXT = "Grüße, 世界 😀!"
 SCRIPT = spelled(TEXT)

@@ -33,8 +33,8 @@ from infer.server.settings import ServerSettings
 from infer.types.server_limits import ServerLimits
 from tests.support.doubles import make_hash_llm
 from tests.support.raw_http import connect, reach, read_answer
-from tests.support.serving import until
 from tests.support.transports import TRANSPORTS, Transport, settings_of
+from tests.support.waits import until
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}

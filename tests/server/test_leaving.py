@@ -29,9 +29,9 @@ from tests.support.serving import (
     completion_body,
     is_idle,
     live,
-    until,
     with_app,
 )
+from tests.support.waits import until
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 

@@ -23,7 +23,8 @@ from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.doubles import make_hash_llm
 from tests.support.raw_http import connect, read_all, read_answer
 from tests.support.running_server import running, settings_with
-from tests.support.serving import COMPLETIONS, completion_body, until
+from tests.support.serving import COMPLETIONS, completion_body
+from tests.support.waits import until
 
 
 def get(url: str, path: str, *headers: str) -> tuple[int, bytes]:

@@ -23,7 +23,8 @@ import pytest
 from infer.types.server_limits import ServerLimits
 from tests.support.doubles import launch_hash_llm, make_hash_llm
 from tests.support.raw_http import connect, read_all
-from tests.support.serving import COMPLETIONS, completion_body, is_idle, live, until
+from tests.support.serving import COMPLETIONS, completion_body, is_idle, live
+from tests.support.waits import until
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}

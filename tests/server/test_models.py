@@ -39,8 +39,8 @@ from tests.support.serving import (
     chat_body,
     check_refused,
     completion_body,
-    until,
 )
+from tests.support.waits import until
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
 OF_ROUTER = {"waits", "drain_timeout_s", "keep_alive_s", "unknown_model_statuses"}

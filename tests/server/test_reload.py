@@ -22,8 +22,8 @@ from infer.server.settings import ServerSettings
 from tests.support.doubles import make_hash_llm
 from tests.support.raw_http import HEALTH, connect, read_answer
 from tests.support.running_server import running, settings_with
-from tests.support.serving import until
 from tests.support.transports import make_certificate
+from tests.support.waits import until
 
 
 def hang_up(server: Server) -> None:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from tests.support.server_process import (
     served,
 )
 from tests.support.tenants import make
+from tests.support.waits import until
 
 STREAMS = 8
 MANY = 20
@@ -113,15 +114,6 @@ def front_of(heard: Heard) -> str:
     found = re.search(r"x-request-id: ([0-9a-f]{8})", heard.headers)
     assert found is not None
     return found[1]
-
-
-def until(condition: Callable[[], Any], within_s: float = 60.0) -> Any:
-    """What a condition returns once it is true."""
-    ends_s = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < ends_s, "it does not happen"
-        time.sleep(0.02)
-    return found
 
 
 def fronts_that_answer(server: Served) -> list[str]:

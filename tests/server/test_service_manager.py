@@ -11,7 +11,7 @@ import pytest
 from infer.server.service_manager import ServiceManager
 from tests.support.doubles import make_hash_llm
 from tests.support.running_server import running, settings_with
-from tests.support.serving import until
+from tests.support.waits import until
 
 
 @pytest.fixture

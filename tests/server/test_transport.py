@@ -25,8 +25,8 @@ from infer.server.serve import Server
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.doubles import make_hash_llm
-from tests.support.serving import until
 from tests.support.transports import make_certificate
+from tests.support.waits import until
 
 BODY = '{"model": "hash-model", "prompt": "Hello", "max_tokens": 8, "seed": 1}'
 JSON = {"content-type": "application/json"}

@@ -20,7 +20,7 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from infer.types.server_limits import ServerLimits
 from tests.support.doubles import make_hash_llm
-from tests.support.serving import until
+from tests.support.waits import until
 
 LONG = {"model": "hash-model", "prompt": "Hello", "max_tokens": 400, "ignore_eos": True}
 SHORT = {"model": "hash-model", "max_tokens": 1}

@@ -11,6 +11,7 @@ from typing import Any
 from infer.cli.engine_state import rows_of
 from infer.server.route_table import EVENTS_PATH
 from tests.support.serving import App
+from tests.support.waits import until_async
 
 
 def entries_of(frame: dict[str, Any], name: str) -> list[Any]:
@@ -54,9 +55,7 @@ class Watcher:
         return [event for event in self.all("events") if event["event"] == kind]
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not condition():
-                await asyncio.sleep(0.005)
+        await until_async(condition)
 
 
 @asynccontextmanager

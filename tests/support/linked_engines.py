@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -104,11 +103,3 @@ def over(wire: Wire) -> Replica:
     """A machine at the end of a wire."""
     name, limits = wire.machine.engine.name, wire.machine.engine.limits
     return Replica(name, limits, LinkTransport(wire, name))
-
-
-def wait_until(condition: Any, timeout_s: float = 20.0) -> None:
-    """Wait for something that happens soon."""
-    ends_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends_s, "it does not happen"
-        time.sleep(0.005)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sql
 
-from tests.support.serving import until
+from tests.support.waits import until
 
 PATH = os.pathsep.join([os.environ["PATH"], *sorted(glob.glob("/usr/lib/postgresql/*/bin"))[::-1]])
 

@@ -320,14 +320,6 @@ def live(engine: AsyncLLM, **how: Any) -> Iterator[str]:
             assert not thread.is_alive()
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Wait until a condition is true; fails after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
-
-
 async def all_open(app: App, number: int) -> None:
     """Waits until so many requests are with the engine."""
     async with asyncio.timeout(30):

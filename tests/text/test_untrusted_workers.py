@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from infer.errors import OverloadedError, RequestError
+from infer.errors import LoadError, OverloadedError, RequestError
 from infer.text.untrusted.grammar_checker import MAX_KNOWN, GrammarChecker
+from infer.text.untrusted.pattern_trial import try_patterns
 from infer.text.untrusted.process import WorkerProcess
 from infer.text.untrusted.worker import OUT_OF_TIME, encoded
-from infer.text.untrusted.workers import Answer, Job, UntrustedWorkers
+from infer.text.untrusted.workers import Answer, Death, Job, UntrustedWorkers
 from infer.types.grammar import Grammar
 from tests.support.stopped import go_on, stop
 
@@ -99,6 +101,22 @@ def test_a_process_that_does_not_answer_has_a_deadline(workers: UntrustedWorkers
     assert (answer.death, answer.is_lasting) == ("deadline", False)
     assert text_of(workers.submit(loop(workers, 7))) == "7"
     assert pid not in workers.pids
+
+
+@pytest.mark.parametrize(
+    ("death", "says"), [("cpu", "take too long for short texts"), ("deadline", "at the moment")]
+)
+@pytest.mark.parametrize("is_first", [True, False], ids=["of the file", "of the texts"])
+def test_patterns_are_blamed_only_for_the_time_they_have_taken(
+    monkeypatch: pytest.MonkeyPatch, death: Death, says: str, is_first: bool
+) -> None:
+    dead, alive = Answer(b"", death), Answer.of(True)
+    done: Future[Answer] = Future()
+    done.set_result(dead)
+    monkeypatch.setattr(UntrustedWorkers, "first_answer", lambda _: dead if is_first else alive)
+    monkeypatch.setattr(UntrustedWorkers, "submit", lambda _, job: done)
+    with pytest.raises(LoadError, match=rf"^tokenizer\.json cannot be .*{says}$"):
+        try_patterns(json.dumps({"pre_tokenizer": {"pattern": {"Regex": "a+"}}}))
 
 
 def test_long_texts_and_lone_surrogates_pass() -> None:

@@ -24,6 +24,7 @@ from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import launch_hash_llm, process_id, replicas_of
 from tests.support.hash_engine import fake_logprobs, solo
 from tests.support.server_process import Findings
+from tests.support.waits import until_async
 
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=150, ignore_eos=True, logprobs=2)
 
@@ -42,12 +43,6 @@ def send(replica: Replica, number: int) -> None:
     pid = process_id(replica)
     assert pid is not None
     os.kill(pid, number)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 class Streams:
@@ -88,14 +83,14 @@ def test_a_killed_engine_loses_nothing_and_the_other_goes_on_at_once(
         streams = Streams(llm, 16)
         first, second = replicas_of(llm)
         both = (first, second)
-        await until(lambda: all(p.stats().counters.num_sampled_tokens > 200 for p in both))
+        await until_async(lambda: all(p.stats().counters.num_sampled_tokens > 200 for p in both))
         send(first, signal.SIGKILL)
         assert await streams.longest_pause_s() < most_s
         stats = llm.stats()
         assert (stats["num_restarts"], stats["num_moved"]) == (1, 8)
         assert stats["num_moved_unequal"] == 0
         assert second.stats().counters.num_restarts == 0
-        await until(lambda: first.is_ready)
+        await until_async(lambda: first.is_ready)
         await Streams(llm, 4).longest_pause_s()
         assert first.stats().counters.num_sampled_tokens > 200, "it has requests again"
         assert llm.stats()["num_pages"] == 2 * 399
@@ -111,13 +106,13 @@ def test_a_stopped_engine_is_left_and_takes_part_again_when_it_wakes(most_s: flo
         streams = Streams(llm, 8)
         first, _ = replicas_of(llm)
         pid = process_id(first)
-        await until(lambda: first.stats().counters.num_sampled_tokens > 100)
+        await until_async(lambda: first.stats().counters.num_sampled_tokens > 100)
         send(first, signal.SIGSTOP)
         assert 2 < await streams.longest_pause_s() < most_s
         before = llm.stats()
         assert before["num_moved"] == 4
         send(first, signal.SIGCONT)
-        await until(lambda: first.is_ready and first.stats().gauges.num_running == 0)
+        await until_async(lambda: first.is_ready and first.stats().gauges.num_running == 0)
         await Streams(llm, 8).longest_pause_s()
         assert first.stats().counters.num_submitted == 4 + 4
         stats = llm.stats()
@@ -162,7 +157,7 @@ def test_a_hundred_rounds_of_three() -> None:
             streams = Streams(llm, 100)
             await asyncio.sleep(dice.uniform(0, 1))
             victim = dice.choice(replicas_of(llm))
-            await until(lambda victim=victim: process_id(victim) is not None)  # type: ignore[misc]
+            await until_async(lambda victim=victim: process_id(victim) is not None)  # type: ignore[misc]
             send(victim, signal.SIGSTOP if number % 20 == 19 else signal.SIGKILL)
             pause_s = await streams.longest_pause_s()
             if number % 20 == 19:

@@ -27,19 +27,25 @@ _PATTERN = re.compile(r'"Regex"\s*:\s*("(?:[^"\\]|\\.)*")')
 
 
 def try_patterns(tokenizer_json: str) -> None:
-    """Raise `LoadError` if the patterns of a `tokenizer.json` take too long for short texts."""
+    """Try the patterns of a `tokenizer.json`.
+
+    Raises `LoadError` if they take too long for short texts, or if the machine has no time to try
+    them.
+    """
     if all(_known(found) for found in _PATTERN.findall(tokenizer_json)):
         return
     workers = UntrustedWorkers("pattern", lambda: tokenizer_json, 1, prepare_cpu_s=LOADING_S)
     try:
-        answer = workers.submit(workers.job(None, TRIAL_S, _MAX_WAIT_S)).result()
+        answer = workers.first_answer()  # the tokenizer is read
         if not answer.death:
-            return
-    except OverloadedError:
-        pass  # it has died of reading the tokenizer
+            answer = workers.submit(workers.job(None, TRIAL_S, _MAX_WAIT_S)).result()
+        workers.lasting(answer)
+    except OverloadedError as error:
+        raise LoadError(f"tokenizer.json cannot be tried: {error}") from None
     finally:
         workers.close()
-    raise LoadError("tokenizer.json cannot be used: its patterns take too long for short texts")
+    if answer.death:
+        raise LoadError("tokenizer.json cannot be used: its patterns take too long for short texts")
 
 
 def _known(pattern: str) -> bool:
