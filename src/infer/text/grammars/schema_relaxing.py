@@ -79,6 +79,7 @@ _SAYING = frozenset(
      *_COUNTS, *_SCHEMA_LISTS, *_SCHEMA_MAPS, *_SCHEMAS)
 )  # fmt: skip
 """Keywords that forbid something; all others are notes."""
+_PLAIN = frozenset(("type", "title", "description", "default", "examples"))
 _MOST = {"maxLength": 100_000, "minLength": 10**9}
 """Largest lengths that are enforced."""
 MAX_NAMED = 1000
@@ -148,13 +149,15 @@ class _Relaxing:
             if id(node) in seen:
                 continue
             seen.add(id(node))
+            self._visited.append((node, path))
+            if _is_plain(node):
+                continue
             self._drop_unknown(node, path)
             self._drop_malformed(node, path)
             self._relax_numbers(node, path)
             self._relax_properties(node, path, is_joined)
             self._relax_identity(node, path)
             self._visit_inside(node, path)
-            self._visited.append((node, path))
         self._open_circles()
         for node, path in self._references:  # their targets may have been dropped meanwhile
             if "$ref" in node and (self._target(node) is None or self._means_itself(node)):
@@ -363,6 +366,12 @@ class _Relaxing:
                 elif not isinstance(member, bool):
                     inside[key] = True
                     self._name(where, "schema", member)
+
+
+def _is_plain(node: dict[str, Any]) -> bool:
+    """Whether a schema, as most of a large one, has a type and notes only: all of it is kept."""
+    kind = node.get("type")
+    return isinstance(kind, str) and kind in _TYPES and node.keys() <= _PLAIN
 
 
 def _inside(node: dict[str, Any]) -> list[Any]:

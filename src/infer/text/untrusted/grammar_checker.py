@@ -16,8 +16,6 @@ from functools import partial
 
 from infer.errors import RequestError
 from infer.text.grammars.compiler import Vocabulary
-from infer.text.grammars.grammar_bounds import problem_of_bounds
-from infer.text.grammars.grammar_depth import TOO_DEEP, is_too_deep
 from infer.text.untrusted.grammar_verdicts import Verdict
 from infer.text.untrusted.workers import Answer, Steps, UntrustedWorkers, run_steps
 from infer.types.grammar import Grammar
@@ -60,10 +58,6 @@ class GrammarChecker:
         return verdict.num_bytes
 
     def _verdict(self, grammar: Grammar) -> Steps[Verdict]:
-        if is_too_deep(grammar):
-            return Verdict(TOO_DEEP)
-        if problem := problem_of_bounds(grammar):
-            return Verdict(problem)
         answer = yield self.workers.job(
             (grammar.kind, grammar.text),
             MAX_CPU_S,

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from infer.text.grammars.compiler import Compiler, Vocabulary
+from infer.text.grammars.grammar_bounds import problem_of_bounds
+from infer.text.grammars.grammar_depth import TOO_DEEP, is_too_deep
 from infer.types.grammar import Grammar
 
 MAX_BYTES = 96 << 20
@@ -52,7 +54,9 @@ def used_bytes() -> int:
 
 
 def verdict_on(compiler: Compiler, grammar: Grammar) -> Verdict:
-    """Compile a grammar and measure it."""
+    """Look at what would crash the compiler; then compile a grammar, and measure it."""
+    if problem := TOO_DEEP if is_too_deep(grammar) else problem_of_bounds(grammar):
+        return Verdict(problem)
     before = used_bytes()
     problem, compiled = compiler.problem(grammar)
     num_bytes = max(0, used_bytes() - before)
