@@ -13,6 +13,8 @@ import pytest
 from infer import LLM, Grammar, SamplingParams
 from infer.runner import grammar_masks
 from infer.text.grammars.compiler import CACHE_BYTES, CompiledGrammars, Compiler, Constraint
+from infer.types.step_output import StepOutput
+from tests.support.waits import TIMEOUT_S, until
 
 SLOW = Grammar.regex("[a-z]{4,12}( [a-z]{2,9}){2}")
 QUICK = Grammar.choice(["yes", "no"])
@@ -82,6 +84,27 @@ def test_others_wait_once_for_a_first_mask(llm: LLM, monkeypatch: pytest.MonkeyP
     assert sum(step < first for step, _ in found["free"]) >= 10
 
 
+def test_nobody_waits_for_a_large_grammar(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it is being compiled, which takes longer here than a step would wait."""
+    real, num_steps = Compiler.constraint, 0
+
+    def slowly(self: Compiler, grammar: Grammar, num_bytes: int = 0) -> Constraint:
+        assert num_bytes >= 1
+        until(lambda: num_steps >= 5)
+        return real(self, grammar, num_bytes)
+
+    monkeypatch.setattr(Compiler, "constraint", slowly)
+    monkeypatch.setattr(grammar_masks, "OTHERS_S", 2 * TIMEOUT_S)
+    monkeypatch.setattr(grammar_masks, "LARGE_BYTES", 1)
+    llm.core.add(llm.make_request("Once", sampling(None), request_id="free"))
+    llm.core.step()  # it samples before the other one begins
+    llm.core.add(llm.make_request("Once", sampling(SLOW), request_id="large"))
+    while llm.core.has_work:
+        outputs = llm.core.step()
+        assert not any(output.error for output in outputs)
+        num_steps += 1
+
+
 @pytest.mark.parametrize("when", [1, 3])
 def test_who_has_a_slow_mask_waits_alone(
     llm: LLM, when: int, monkeypatch: pytest.MonkeyPatch
@@ -114,13 +137,19 @@ def test_who_has_a_slow_mask_waits_alone(
 def test_everybody_late_is_no_loss(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that compute nothing because all requests wait do not count as an engine's failure."""
     alone = steps_of(llm, {"a": SLOW})
-    real = Compiler.constraint
+    real, step, num_steps = Compiler.constraint, llm.core.step, 0
 
     def slowly(self: Compiler, grammar: Grammar, num_bytes: int = 0) -> Constraint:
-        time.sleep(0.5)
+        until(lambda: num_steps >= 5)
         return real(self, grammar, num_bytes)
 
+    def counted() -> list[StepOutput]:
+        nonlocal num_steps
+        num_steps += 1
+        return step()
+
     monkeypatch.setattr(Compiler, "constraint", slowly)
+    monkeypatch.setattr(llm.core, "step", counted)
     found = steps_of(llm, {"a": SLOW})
     assert tokens(found["a"]) == tokens(alone["a"])
     assert found["a"][0][0] >= 5
