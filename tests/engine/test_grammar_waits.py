@@ -14,7 +14,7 @@ from infer import LLM, Grammar, SamplingParams
 from infer.runner import grammar_masks
 from infer.text.grammars.compiler import CACHE_BYTES, CompiledGrammars, Compiler, Constraint
 from infer.types.step_output import StepOutput
-from tests.support.waits import TIMEOUT_S, until
+from tests.support.waits import until
 
 SLOW = Grammar.regex("[a-z]{4,12}( [a-z]{2,9}){2}")
 QUICK = Grammar.choice(["yes", "no"])
@@ -82,27 +82,6 @@ def test_others_wait_once_for_a_first_mask(llm: LLM, monkeypatch: pytest.MonkeyP
     found = steps_of(llm, {"slow": SLOW, "free": None})
     first = found["slow"][0][0]
     assert sum(step < first for step, _ in found["free"]) >= 10
-
-
-def test_nobody_waits_for_a_large_grammar(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it is being compiled, which takes longer here than a step would wait."""
-    real, num_steps = Compiler.constraint, 0
-
-    def slowly(self: Compiler, grammar: Grammar, num_bytes: int = 0) -> Constraint:
-        assert num_bytes >= 1
-        until(lambda: num_steps >= 5)
-        return real(self, grammar, num_bytes)
-
-    monkeypatch.setattr(Compiler, "constraint", slowly)
-    monkeypatch.setattr(grammar_masks, "OTHERS_S", 2 * TIMEOUT_S)
-    monkeypatch.setattr(grammar_masks, "LARGE_BYTES", 1)
-    llm.core.add(llm.make_request("Once", sampling(None), request_id="free"))
-    llm.core.step()  # it samples before the other one begins
-    llm.core.add(llm.make_request("Once", sampling(SLOW), request_id="large"))
-    while llm.core.has_work:
-        outputs = llm.core.step()
-        assert not any(output.error for output in outputs)
-        num_steps += 1
 
 
 @pytest.mark.parametrize("when", [1, 3])

@@ -40,11 +40,8 @@ MASKS_S = 0.05
 OTHERS_S = 0.003
 """Maximum time that a step waits for the masks of slow or new sequences, in seconds.
 
-A step waits once for a mask; the steps that begin while it is still being made do not wait, and
-none waits for a large grammar that is being compiled.
+A step waits once for a mask; the steps that begin while it is still being made do not wait.
 """
-LARGE_BYTES = 256 << 10
-"""Size of a compiled grammar, in bytes, from which compiling takes 2 ms and more, up to 100."""
 SLOW_S = OTHERS_S
 """CPU time of a mask, in seconds, above which its sequence counts as slow: one that the step would
 wait for in any case is quick."""
@@ -89,12 +86,11 @@ class Masks:
     def __init__(
         self,
         masks: Mapping[str, tuple[_GrammarState, Future[_Mask]]],
-        unawaited: Set[str],
+        waited_for: Set[str],
         only_grammars: bool,
     ) -> None:
-        """`masks` by request id. `unawaited`: the requests whose masks the step does not wait for:
-        an earlier step has, or they take too long. `only_grammars`: no sequence of the step could
-        go on without waiting."""
+        """`masks` by request id. `waited_for`: the requests for whose mask an earlier step has
+        waited. `only_grammars`: no sequence of the step could go on without waiting."""
         self._masks = masks
         now_s = time.monotonic()
         self._until_s: dict[str, float] = {}
@@ -102,7 +98,7 @@ class Masks:
             if only_grammars or state.is_quick:
                 timeout_s = MASKS_S
             else:
-                timeout_s = 0.0 if name in unawaited else OTHERS_S
+                timeout_s = 0.0 if name in waited_for else OTHERS_S
             self._until_s[name] = now_s + timeout_s
 
     def in_time(self) -> tuple[dict[str, _Mask], set[str]]:
@@ -158,21 +154,20 @@ class Restrictions:
         if not chunks:
             return None
         masks: dict[str, tuple[_GrammarState, Future[_Mask]]] = {}
-        unawaited: set[str] = set()
+        waited_for: set[str] = set()
         for chunk in chunks:
             sequence = chunk.sequence
             # Compiling starts now, even if the sequence does not sample yet.
             state = self._state_of(sequence)
             if chunk.samples:
-                is_large = sequence.request.grammar_bytes >= LARGE_BYTES
-                if state.begun is not None or (is_large and not state.constraint.done()):
-                    unawaited.add(sequence.request_id)
+                if state.begun is not None:
+                    waited_for.add(sequence.request_id)
                 # A mask that was begun for other proposals is right for the next token.
                 mask = state.begun or self._begin_mask(sequence, state, chunk.proposed)
                 state.begun = mask
                 masks[sequence.request_id] = (state, mask)
         is_quick = any(state.is_quick for state, _ in masks.values())
-        return Masks(masks, unawaited, len(chunks) == len(plan) and not is_quick)
+        return Masks(masks, waited_for, len(chunks) == len(plan) and not is_quick)
 
     def _state_of(self, sequence: Sequence) -> _GrammarState:
         state = sequence.constraint
