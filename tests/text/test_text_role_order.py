@@ -355,4 +355,4 @@ def test_a_list_without_parts_is_an_empty_text(name: str) -> None:
         [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes."}, QUESTION]
         for content in contents
     )
-    assert shown.render(one) == shown.render(other)
+    assert shown.render(one, datetime="now") == shown.render(other, datetime="now")
