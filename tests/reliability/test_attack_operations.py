@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 import infer
-from tests.support.server_process import ENV
+from tests.support.server_process import ENV, children_named
+from tests.support.waits import until
 
 SERVE = [sys.executable, "-m", "infer.server", "--port", "0", "--device", "cpu"]
 
@@ -139,22 +140,10 @@ PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
 def engine_of(pid: int) -> int:
-    """Wait for the engine process that a server starts; returns its id."""
-    until_s = time.monotonic() + 60
-    while not (
-        found := Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
-    ):
-        tasks = Path(f"/proc/{pid}/task").iterdir()
-        found = [
-            each
-            for task in tasks
-            for each in (task / "children").read_text(encoding="utf-8").split()
-        ]
-        if found:
-            break
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
-    return int(found[0])
+    """Wait for the engine process that a server starts; returns its id. It has its name by then: a
+    copy of the server that is stopped before it becomes one would be nobody's."""
+    (engine,) = until(lambda: children_named(pid, "infer-engine"))
+    return int(engine)
 
 
 def is_gone(pid: int) -> bool:

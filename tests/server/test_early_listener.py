@@ -33,6 +33,7 @@ from infer.server.settings import ServerSettings
 from infer.types.server_limits import ServerLimits
 from tests.support.doubles import make_hash_llm
 from tests.support.raw_http import connect, reach, read_answer
+from tests.support.server_process import children_of
 from tests.support.transports import TRANSPORTS, Transport, settings_of
 from tests.support.waits import until
 
@@ -347,20 +348,11 @@ with ended_by_signals():
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"in\n"
-            (first,) = _children(process.pid)
+            (first,) = children_of(process.pid)
             os.kill(first, signal.SIGTERM)
             assert process.wait(30) == 128 + signal.SIGTERM
         finally:
             process.kill()
-
-
-def _children(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task")
-    return [
-        int(each)
-        for path in tasks.glob("*/children")
-        for each in path.read_text(encoding="ascii").split()
-    ]
 
 
 SMALL = ServerLimits(header_timeout_s=0.2, probe_connections=2)

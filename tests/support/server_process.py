@@ -112,12 +112,10 @@ class Served:
 
     def children(self) -> list[int]:
         """Ids of all processes that the server has started."""
-        tasks = Path(f"/proc/{self.process.pid}/task")
-        return [int(pid) for path in tasks.glob("*/children") for pid in _text(path).split()]
+        return children_of(self.process.pid)
 
     def _named(self, name: str) -> list[int]:
-        names = {pid: _text(Path(f"/proc/{pid}/comm")).strip() for pid in self.children()}
-        return sorted(pid for pid, is_ in names.items() if is_ == name)
+        return children_named(self.process.pid, name)
 
     def settle(self, within_s: float = 60.0) -> None:
         """Wait until the server and all its processes are idle: the standby process has imported
@@ -181,6 +179,19 @@ class Served:
                 f"left behind: {busy}, {left}, tasks: {now['waiting_at']}"
             )
             await asyncio.sleep(0.05)
+
+
+def children_of(pid: int) -> list[int]:
+    """Ids of all processes that a process has started; one that has just begun may still be a copy
+    of its parent."""
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(child) for path in tasks.glob("*/children") for child in _text(path).split()]
+
+
+def children_named(pid: int, name: str) -> list[int]:
+    """Ids of those that go by a name, which they have taken themselves."""
+    names = {child: _text(Path(f"/proc/{child}/comm")).strip() for child in children_of(pid)}
+    return sorted(child for child, is_ in names.items() if is_ == name)
 
 
 def cpu_s(pid: int) -> float:
