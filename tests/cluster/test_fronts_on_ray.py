@@ -89,7 +89,7 @@ def test_the_shared_actor_is_found_and_made_again(started: None) -> None:
         granted = [(await limits[index % 2].acquire(ask)).is_granted for index in range(60)]
         assert 36 <= sum(granted) <= 50  # 40 were left, and a few have come since
         began_s = time.monotonic()
-        await until_async(lambda: all(each.is_connected for each in limits))
+        await until_async(lambda: all(each.is_connected for each in limits), 30)
         pause_s = time.monotonic() - began_s
         print(f"fronts shared limits again {pause_s:.1f} s later")
         granted = [(await limits[index % 2].acquire(ask)).is_granted for index in range(60)]

@@ -72,6 +72,7 @@ from infer.types.step_events import (
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import launch_hash_llm, pid_of, replica_of
 from tests.support.hash_engine import solo
+from tests.support.server_process import engines_below
 from tests.support.waits import until_async
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +182,7 @@ def test_settings_that_cannot_be_sent_end_the_load_at_once(value: Any) -> None:
     """The process would wait for them until the load's time is up, which is an hour."""
     with pytest.raises(LoadError, match="the engine's settings cannot be sent to it"):
         launch_hash_llm(seed=1, page_size=value)
-    assert not children()
+    assert not engines_below(os.getpid())
 
 
 def test_a_command_that_cannot_be_sent_ends_the_process_and_not_the_others() -> None:
@@ -343,12 +344,7 @@ def test_what_keeps_an_engine_from_starting(
     with pytest.raises(error, match=message) as caught:
         launch_hash_llm(factory)
     assert type(caught.value) is error
-    assert not children()
-
-
-def children() -> list[int]:
-    text = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text(encoding="utf-8")
-    return [int(pid) for pid in text.split() if "infer.replicas.child" in command_of(int(pid))]
+    assert not engines_below(os.getpid())
 
 
 def command_of(pid: int) -> str:

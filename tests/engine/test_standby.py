@@ -22,10 +22,13 @@ from infer.replicas.standby import ENDS_BELOW, Standby
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.doubles import launch_hash_llm, pid_of, process_id, replica_of
 from tests.support.hash_engine import solo
-from tests.support.waits import until_async
+from tests.support.server_process import engines_below
+from tests.support.waits import until, until_async
 
 ROOT = Path(__file__).parents[2]
 FACTORY = "tests.support.hash_engine:hash_blueprint"
+IMPORTS_S = 120.0
+"""a standby imports at a low priority"""
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 
@@ -34,14 +37,7 @@ def standby() -> Iterator[Standby]:
     made = Standby(FACTORY, watch_s=0.02, retry_s=0.1)
     yield made
     made.stop()
-    assert not left(), "a process is left"
-
-
-def left() -> list[int]:
-    """Ids of the processes of engines and standbys that this process has."""
-    tasks = Path("/proc/self/task").glob("*/children")
-    pids = [int(pid) for path in tasks for pid in read(path).split()]
-    return [pid for pid in pids if "infer.replicas.child" in read(f"/proc/{pid}/cmdline")]
+    assert not engines_below(os.getpid()), "a process is left"
 
 
 def read(path: Path | str) -> str:
@@ -57,7 +53,7 @@ def is_prepared(pid: int | None) -> bool:
 
 async def prepared(standby: Standby) -> int:
     """The id of the standby once it has imported everything."""
-    await until_async(lambda: is_prepared(standby.pid))
+    await until_async(lambda: is_prepared(standby.pid), IMPORTS_S)
     assert standby.pid is not None
     return standby.pid
 
@@ -67,7 +63,7 @@ async def survives(llm: AsyncLLM, disturb: Callable[[], object]) -> None:
     requests = [llm.make_request([i + 1, 7], GREEDY.replace(seed=i)) for i in range(8)]
     tasks = [asyncio.create_task(llm.generate(request)) for request in requests]
     before = llm.stats()["num_sampled_tokens"]
-    await until_async(lambda: llm.stats()["num_sampled_tokens"] > before + 40)
+    await until_async(lambda: llm.stats()["num_sampled_tokens"] > before + 40, IMPORTS_S)
     disturb()
     for request, output in zip(requests, await asyncio.gather(*tasks), strict=True):
         assert list(output.token_ids) == solo(request, VOCAB_SIZE)
@@ -98,7 +94,7 @@ def test_the_standby_becomes_the_next_engine_and_is_replaced(standby: Standby) -
             assert read(f"/proc/{pid}/oom_score_adj").strip() == "500"
         assert llm.stats()["num_restarts"] == 2
         pid = await prepared(standby)
-        await until_async(lambda: read(f"/proc/{pid}/oom_score_adj").strip() == "1000")
+        await until_async(lambda: read(f"/proc/{pid}/oom_score_adj").strip() == "1000", IMPORTS_S)
         before = cpu_ticks(pid)
         await asyncio.sleep(0.2)
         assert cpu_ticks(pid) <= before + 1, "it is idle"
@@ -151,14 +147,14 @@ def test_one_that_does_not_answer_is_passed_over() -> None:
 
     run(hanging, body, answer_s=0.3)
     hanging.stop()
-    assert not left()
+    assert not engines_below(os.getpid())
 
 
 def test_one_that_still_imports_is_not_waited_for() -> None:
     importing = Standby("tests.support.endless_import:x")
 
     async def body(llm: AsyncLLM) -> None:
-        await until_async(lambda: importing.pid is not None)
+        await until_async(lambda: importing.pid is not None, IMPORTS_S)
         pid = importing.pid
         await survives(llm, lambda: kill(pid_of(llm)))
         assert pid_of(llm) != pid
@@ -166,7 +162,7 @@ def test_one_that_still_imports_is_not_waited_for() -> None:
 
     run(importing, body, answer_s=3600.0)
     importing.stop()
-    assert not left()
+    assert not engines_below(os.getpid())
 
 
 def test_a_module_that_cannot_be_imported_changes_nothing() -> None:
@@ -179,7 +175,7 @@ def test_a_module_that_cannot_be_imported_changes_nothing() -> None:
 
     run(broken, body)
     broken.stop()
-    assert not left()
+    assert not engines_below(os.getpid())
 
 
 def test_memory_decides_whether_there_is_one() -> None:
@@ -195,12 +191,14 @@ def test_memory_decides_whether_there_is_one() -> None:
         await asyncio.sleep(0.1)
         assert standby.pid == pid
         available[0] = ENDS_BELOW - 1
-        await until_async(lambda: standby.pid is None and not read(f"/proc/{pid}/cmdline"))
+        await until_async(
+            lambda: standby.pid is None and not read(f"/proc/{pid}/cmdline"), IMPORTS_S
+        )
         await survives(llm, lambda: kill(pid_of(llm)))
 
     run(standby, body)
     standby.stop()
-    assert not left()
+    assert not engines_below(os.getpid())
 
 
 def test_none_before_the_first_engine_is_ready(standby: Standby) -> None:
@@ -217,7 +215,7 @@ def test_several_engines_share_one_and_outlive_each_other(standby: Standby) -> N
             await llm.start()
             pid = await prepared(standby)
             kill(pid_of(other))
-            await until_async(lambda: process_id(replica_of(other)) == pid)
+            await until_async(lambda: process_id(replica_of(other)) == pid, IMPORTS_S)
             await llm.close()
             await survives(other, lambda: None)
             assert pid_of(other) == pid
@@ -252,10 +250,7 @@ def test_it_dies_with_its_parent() -> None:
     ) as process:
         assert process.stdout is not None
         pid = int(process.stdout.readline())
-        ends_s = time.monotonic() + 120
-        while not is_prepared(pid):
-            assert time.monotonic() < ends_s
-            time.sleep(0.01)
+        until(lambda: is_prepared(pid), IMPORTS_S)
         process.kill()
     ends_s = time.monotonic() + 5
     while read(f"/proc/{pid}/cmdline"):

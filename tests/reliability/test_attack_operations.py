@@ -136,6 +136,8 @@ def test_a_server_starts_without_stdout(stdout: str) -> None:
 HANGS = {**ENV, "INFER_WRAP_CORE": "tests.support.faulty:never"}
 DEMO = str(Path(infer.__file__).parent / "demo_model")
 SEVERAL = ["--model", f"a={DEMO}", "--model", f"b={DEMO}"]
+ENDS_S = 10.0
+"""the system may still be at it when the parent of a process has gone"""
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 
@@ -156,14 +158,6 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def ends(pid: int, within_s: float = 10.0) -> bool:
-    """Whether a process ends soon: the system may still be at it when its parent has gone."""
-    until_s = time.monotonic() + within_s
-    while not (gone := is_gone(pid)) and time.monotonic() < until_s:
-        time.sleep(0.05)
-    return gone
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("models", [[], SEVERAL], ids=["single", "several"])
 def test_sigterm_ends_a_load_at_the_start(models: list[str]) -> None:
@@ -172,7 +166,7 @@ def test_sigterm_ends_a_load_at_the_start(models: list[str]) -> None:
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
         process.wait(60)  # the load itself never ends
-    assert ends(engine)
+    until(lambda: is_gone(engine), ENDS_S)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -191,7 +185,7 @@ def test_sigterm_ends_a_load_that_a_client_waits_for() -> None:
             assert (status, error["code"]) == (503, "engine_unavailable")
             assert error["message"] == "the server is shutting down"
             assert retry_after
-        assert ends(engine)
+        until(lambda: is_gone(engine), ENDS_S)
 
 
 @pytest.mark.slow

@@ -35,6 +35,7 @@ from tests.support.doubles import held_runner, launch_hash_llm, make_hash_llm, p
 from tests.support.engine_watcher import Watcher, entries_of, watching
 from tests.support.serving import COMPLETIONS, App, Reply, completion_body, serving, with_app
 from tests.support.tenants import make
+from tests.support.waits import until_async
 
 LONG = "a long long way to go " * 6
 
@@ -116,7 +117,7 @@ def test_exactly_the_steps() -> None:
                 for i in range(12)
             ]
             replies = await asyncio.gather(*(app.post(COMPLETIONS, body) for body in bodies))
-            await watcher.until(partial(all_finished, watcher, len(bodies)))
+            await until_async(partial(all_finished, watcher, len(bodies)))
             names = {reply.json()["id"] for reply in replies}
             numbers = {e["name"]: e["request"] for e in watcher.events_of("queued")}
             assert numbers.keys() == names
@@ -192,7 +193,7 @@ def test_requests_that_were_there_before() -> None:
             opened.set()
             names = {(await each).json()["id"] for each in asking}
             assert {one["name"], two["name"]} == names
-            await watcher.until(partial(all_finished, watcher, 2))
+            await until_async(partial(all_finished, watcher, 2))
         async with watching(app) as watcher:
             assert watcher.frames[0]["requests"] == {}
             assert watcher.frames[0]["gauges"]["running"] == 0
@@ -214,7 +215,7 @@ def test_a_key_never_sees_the_name_of_anothers_request(tmp_path: Path) -> None:
             mine = (await app.post(COMPLETIONS, body, headers=one)).json()["id"]
             theirs = (await app.post(COMPLETIONS, body, headers=two)).json()["id"]
             for watcher in (of_one, of_two, of_all):
-                await watcher.until(partial(all_finished, watcher, 2))
+                await until_async(partial(all_finished, watcher, 2))
         names = {
             who: [e["name"] for e in watcher.events_of("queued")]
             for who, watcher in (("one", of_one), ("two", of_two), ("all", of_all))
@@ -378,15 +379,15 @@ def test_a_slow_viewer_gets_fewer_frames_and_then_the_state(
         }
         task = asyncio.ensure_future(app.app(scope, receive, send))
         async with watching(app) as quick:
-            await watcher.until(lambda: bool(watcher.frames))
+            await until_async(lambda: bool(watcher.frames))
             gate.clear()
             body = completion_body(prompt=LONG, max_tokens=350, ignore_eos=True)
             assert (await app.post(COMPLETIONS, body)).status == 200
-            await quick.until(lambda: bool(quick.events_of("finished")))
+            await until_async(lambda: bool(quick.events_of("finished")))
             assert "left_out" not in str(quick.frames)
             num_read = len(watcher.frames)
             gate.set()
-            await watcher.until(lambda: any("left_out" in it for it in watcher.frames[num_read:]))
+            await until_async(lambda: any("left_out" in it for it in watcher.frames[num_read:]))
             last = watcher.frames[-1]
             assert last["requests"] == {}
             assert last["gauges"]["running"] == 0
@@ -416,11 +417,11 @@ def test_a_viewer_may_ask_for_fewer_pieces() -> None:
         sending = app.send("GET", path, leave=rare.leave, on_write=read)
         task = asyncio.ensure_future(sending)
         async with watching(app) as quick:
-            await rare.until(lambda: bool(rare.frames))
+            await until_async(lambda: bool(rare.frames))
             body = completion_body(prompt=LONG, max_tokens=350, ignore_eos=True)
             assert (await app.post(COMPLETIONS, body)).status == 200
             for each in (quick, rare):
-                await each.until(partial(all_finished, each, 1))
+                await until_async(partial(all_finished, each, 1))
             assert [later - at for at, later in pairwise(pieces) if later - at < 0.24] == []
             assert len(rare.frames) > len(pieces) > 2
             assert "left_out" not in str(rare.frames[1:])
@@ -469,13 +470,13 @@ def test_an_engine_that_dies_is_an_event() -> None:
         async with serving(launch_hash_llm(step_s=0.01)) as app, watching(app) as watcher:
             body = completion_body(max_tokens=100, ignore_eos=True)
             asking = asyncio.ensure_future(app.post(COMPLETIONS, body))
-            await watcher.until(lambda: len(watcher.all("steps")) > 5)
+            await until_async(lambda: len(watcher.all("steps")) > 5)
             os.kill(pid_of(app.engine), signal.SIGKILL)
             reply = await asking
             assert reply.status == 200
             trace = (await app.get(f"/v1/requests/{reply.json()['id']}")).json()
             assert trace["restarts"] == 1
-            await watcher.until(lambda: bool(watcher.events_of("finished")))
+            await until_async(lambda: bool(watcher.events_of("finished")))
             [at] = [i for i, frame in enumerate(watcher.frames) if frame.get("restarted")]
             events = [event for frame in watcher.frames[at:] for event in frame.get("events", [])]
             kinds = [event["event"] for event in events]
@@ -492,7 +493,7 @@ def test_a_server_that_shuts_down_ends_its_streams() -> None:
     async def use(app: App) -> None:
         async with watching(app) as watcher:
             app.engine.drain()
-            await watcher.until(lambda: watcher.events[-1][0] == "end")
+            await until_async(lambda: watcher.events[-1][0] == "end")
             assert watcher.events[-1][1] == {"reason": "shutting_down"}
             refused = await app.get(EVENTS_PATH)
             assert refused.status == 503
@@ -509,7 +510,7 @@ def test_a_revoked_key_ends_its_streams(tmp_path: Path) -> None:
     async def use(app: App) -> None:
         async with watching(app, **key) as watcher:
             Keys(file).revoke("one")
-            await watcher.until(lambda: watcher.events[-1][0] == "end")
+            await until_async(lambda: watcher.events[-1][0] == "end")
             assert watcher.events[-1][1] == {"reason": "key_revoked"}
 
     with_app(make_hash_llm(), use, api_keys=str(file))
@@ -524,10 +525,10 @@ def test_a_client_that_leaves_ends_its_request() -> None:
             asking = asyncio.ensure_future(
                 app.send("POST", COMPLETIONS, body.encode(), headers, leave=leave)
             )
-            await watcher.until(lambda: bool(watcher.all("tokens")))
+            await until_async(lambda: bool(watcher.all("tokens")))
             leave.set()
             await asking
-            await watcher.until(lambda: bool(watcher.events_of("finished")))
+            await until_async(lambda: bool(watcher.events_of("finished")))
             [end] = watcher.events_of("finished")
             assert end["outcome"] == "disconnected"
 
@@ -568,13 +569,13 @@ def test_the_traffic_is_bounded() -> None:
             def all_told() -> bool:
                 return sum(row["count"] for row in watcher.all("steps")) == number
 
-            await watcher.until(all_told)
+            await until_async(all_told)
             left_out = sum(f.get("left_out", {"events": 0})["events"] for f in watcher.frames)
             assert left_out + len(watcher.events_of("chunk")) >= number
             opened.set()
             assert (await asking).status == 200
             assert any(len(entries_of(frame, "requests")) == 1 for frame in watcher.frames)
-            await watcher.until(lambda: watcher.frames[-1].get("gauges", {}).get("open") == 0)
+            await until_async(lambda: watcher.frames[-1].get("gauges", {}).get("open") == 0)
 
     with_app(make_hash_llm(runner=runner), use)
 
@@ -584,7 +585,7 @@ def test_static_batches() -> None:
         async with watching(app) as watcher:
             body = completion_body(prompt=LONG, max_tokens=6, ignore_eos=True)
             await asyncio.gather(*(app.post(COMPLETIONS, body) for _ in range(4)))
-            await watcher.until(lambda: len(watcher.all("batches")) == 4)
+            await until_async(lambda: len(watcher.all("batches")) == 4)
             kinds = [batch["event"] for batch in watcher.all("batches")]
             assert kinds == ["formed", "ended", "formed", "ended"]
             ids = [batch["batch_id"] for batch in watcher.all("batches")]
@@ -612,8 +613,8 @@ def test_an_engine_in_a_thread_has_pages_in_its_steps() -> None:
         core = thread_of(app.engine).core
         async with watching(app) as watcher:
             assert (await app.post(COMPLETIONS, completion_body(prompt=LONG))).status == 200
-            await watcher.until(lambda: bool(watcher.all("steps")))
+            await until_async(lambda: bool(watcher.all("steps")))
             assert watcher.all("steps")[0]["free_pages"] < core.scheduler.allocator.num_usable
-            await watcher.until(lambda: watcher.all("steps")[-1]["cached_pages"] > 0)
+            await until_async(lambda: watcher.all("steps")[-1]["cached_pages"] > 0)
 
     with_app(make_hash_llm(), use)

@@ -22,6 +22,7 @@ from infer.types.step_events import StepEvents
 from tests.support.doubles import launch_hash_llm, process_id, replicas_of
 from tests.support.engine_watcher import Watcher, entries_of, watching
 from tests.support.serving import COMPLETIONS, App, completion_body, serving
+from tests.support.waits import until_async
 
 NAMES = ["replica-1", "replica-2"]
 
@@ -82,7 +83,7 @@ async def end_one(app: App, watcher: Watcher) -> list[str]:
     """Run eight requests and kill an engine under them; returns their ids."""
     body = completion_body(max_tokens=120, ignore_eos=True)
     asking = [asyncio.ensure_future(app.post(COMPLETIONS, {**body, "seed": i})) for i in range(8)]
-    await watcher.until(lambda: all(len(rows_of(watcher.frames).get(n, "")) > 9 for n in NAMES))
+    await until_async(lambda: all(len(rows_of(watcher.frames).get(n, "")) > 9 for n in NAMES))
     async with watching(app) as late:
         replicas = late.frames[0]["requests"]["replica"]
         assert len(replicas) == 8
@@ -92,7 +93,7 @@ async def end_one(app: App, watcher: Watcher) -> list[str]:
     os.kill(pid, signal.SIGKILL)
     replies = await asyncio.gather(*asking)
     assert {reply.status for reply in replies} == {200}
-    await watcher.until(
+    await until_async(
         lambda: (
             gauges_of(watcher)[-1]["replica-1"]["ready"]
             and gauges_of(watcher)[-1]["replica-1"]["restarts"] == 1
@@ -180,7 +181,7 @@ def test_an_engine_of_two_that_dies_and_comes_back() -> None:
         async with serving(engine) as app, watching(app) as watcher:
             assert watcher.events[0][1]["seats"] == 16
             names = await end_one(app, watcher)
-            await watcher.until(lambda: len(watcher.events_of("finished")) == 9)
+            await until_async(lambda: len(watcher.events_of("finished")) == 9)
             check_rows(watcher)
             check_events(watcher)
             check_gauges(watcher)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -54,9 +54,6 @@ class Watcher:
         """The events of one kind."""
         return [event for event in self.all("events") if event["event"] == kind]
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        await until_async(condition)
-
 
 @asynccontextmanager
 async def watching(app: App, query: str = "", **headers: str) -> AsyncIterator[Watcher]:
@@ -72,7 +69,7 @@ async def watching(app: App, query: str = "", **headers: str) -> AsyncIterator[W
 
     task = asyncio.ensure_future(watch())
     try:
-        await watcher.until(lambda: bool(watcher.frames) or task.done())
+        await until_async(lambda: bool(watcher.frames) or task.done())
         yield watcher
     finally:
         watcher.leave.set()

@@ -194,6 +194,12 @@ def children_named(pid: int, name: str) -> list[int]:
     return sorted(child for child, is_ in names.items() if is_ == name)
 
 
+def engines_below(pid: int) -> list[int]:
+    """Ids of those that are engines or standbys, also while they start."""
+    module = "infer.replicas.child"
+    return [child for child in children_of(pid) if module in _text(Path(f"/proc/{child}/cmdline"))]
+
+
 def cpu_s(pid: int) -> float:
     """Seconds of all cores that a process has used; 0 if it has ended."""
     ticks = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[11:13]

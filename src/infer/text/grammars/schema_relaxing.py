@@ -80,6 +80,7 @@ _SAYING = frozenset(
 )  # fmt: skip
 """Keywords that forbid something; all others are notes."""
 _PLAIN = frozenset(("type", "title", "description", "default", "examples"))
+"""Keywords of a part of which nothing is dropped, and which has no parts of its own."""
 _MOST = {"maxLength": 100_000, "minLength": 10**9}
 """Largest lengths that are enforced."""
 MAX_NAMED = 1000
