@@ -1,10 +1,4 @@
-"""`FairQueue`: work of many owners that waits for a few places, each owner's in its turn.
-
-The first waiting item of each owner starts in turn, and one owner never has all places. So an owner
-with many items waits only for its own. It is a plain data structure without threads or locks;
-`server.http.fair_threads`, `server.comparisons`, `text.untrusted.workers` and
-`runner.compiling_threads` use it.
-"""
+"""`FairQueue`: work of many owners that waits for a few places, each owner's in its turn."""
 
 from __future__ import annotations
 
@@ -15,7 +9,10 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """See the module's docstring."""
+    """The first waiting item of each owner starts in turn, and one owner never has all places. So
+    an owner with many items waits only for its own. It is a plain data structure without threads or
+    locks; `server.http.fair_threads`, `server.comparisons`, `text.untrusted.workers` and
+    `runner.compiling_threads` use it."""
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places

@@ -1,9 +1,4 @@
-"""`MemoryRoom`: how much more main memory a process may take before others are short of it
-
-It is what the machine and the limits of the process's control groups leave, less a margin. Where
-processes wait for memory (PSI, on Linux), or a control group has reached its limit since the last
-look, there is none, and some is to be given back.
-"""
+"""`MemoryRoom`: how much more main memory a process may take before others are short of it"""
 
 from __future__ import annotations
 
@@ -29,7 +24,9 @@ def margin(size: int) -> int:
 
 
 class MemoryRoom:
-    """See the module's docstring."""
+    """It is what the machine and the limits of the process's control groups leave, less a margin.
+    Where processes wait for memory (PSI, on Linux), or a control group has reached its limit since
+    the last look, there is none, and some is to be given back."""
 
     def __init__(self, root: Path = ROOT, clock: Callable[[], float] = time.monotonic) -> None:
         """`root`: folder below which the operating system's files are read."""

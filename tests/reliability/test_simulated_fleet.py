@@ -1,10 +1,4 @@
-"""Scorecard S1: a fleet of a hundred engines under 100,000 streams of 10,000 keys, in virtual time.
-
-The fleet, its router and journal, the keys' limits and their usage are the real ones, on one event
-loop, as in a front. The engines are real cores over hash runners, without processes. Engines die
-and come back. What is counted: nothing is lost, every stream has the tokens that it has alone, and
-all counts add up at the end.
-"""
+"""Scorecard S1: a fleet of a hundred engines under 100,000 streams of 10,000 keys"""
 
 from __future__ import annotations
 
@@ -83,7 +77,10 @@ class TimedFleet(Fleet):
 
 
 class FleetSimulation:
-    """See the module's docstring."""
+    """In virtual time. The fleet, its router and journal, the keys' limits and their usage are the
+    real ones, on one event loop, as in a front. The engines are real cores over hash runners,
+    without processes. Engines die and come back. What is counted: nothing is lost, every stream has
+    the tokens that it has alone, and all counts add up at the end."""
 
     def __init__(
         self, num_engines: int, num_streams: int, num_keys: int, *, num_deaths: int, seed: int = 0

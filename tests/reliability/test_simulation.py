@@ -1,10 +1,4 @@
-"""Scorecard 7 and 26: the engine in virtual time, with faults drawn from a seed; a seed replays.
-
-A simulation is a `Workload` (arrivals, aborts, preemptions, all drawn from a seed) whose runner
-fails and whose engine dies. `RequestJournal` gives the next engine what was unfinished, as the
-supervisor does. Clocks, faults and arrivals follow from the seed alone, so two runs of a seed write
-the same bytes.
-"""
+"""Scorecard 7 and 26: the engine in virtual time, with faults drawn from a seed; a seed replays."""
 
 from __future__ import annotations
 
@@ -84,7 +78,10 @@ class FailingRunner:
 
 
 class Simulation(Workload):
-    """See the module's docstring."""
+    """A simulation is a `Workload` (arrivals, aborts, preemptions, all drawn from a seed) whose
+    runner fails and whose engine dies. `RequestJournal` gives the next engine what was unfinished,
+    as the supervisor does. Clocks, faults and arrivals follow from the seed alone, so two runs of a
+    seed write the same bytes."""
 
     def __init__(self, seed: int, *, fails_every: int = 20, dies_every: int = 60) -> None:
         super().__init__(seed)

@@ -1,7 +1,4 @@
-"""`HashReplica`: a replica of a fleet without a process or thread, driven step by step.
-
-Tests decide when it computes, when its frames arrive, when it is silent, dies and comes back.
-"""
+"""`HashReplica`: a replica of a fleet without a process or thread, driven step by step."""
 
 from __future__ import annotations
 
@@ -33,7 +30,10 @@ class EngineDies(BaseException):
 
 
 class HashReplica:
-    """A `ReplicaContract`; see the module's docstring."""
+    """A `ReplicaContract`.
+
+    Tests decide when it computes, when its frames arrive, when it is silent, dies and comes back.
+    """
 
     def __init__(self, name: str, *, fingerprint: Fingerprint = EQUAL, **settings: Any) -> None:
         self.name, self.fingerprint, self.settings = name, fingerprint, settings

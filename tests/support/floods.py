@@ -1,9 +1,4 @@
-"""Floods of what keys share: one key takes all of a resource that it gets, while others use it.
-
-`FLOODS` has one for each row of `shared_resources.LIMITED`, by the row's name. The uses of keys
-whose name begins with `a` (the flooders) do not end before `Flood.release`, where the resource is
-one that is held; those of other keys end at once. A use is one request, or what a request does.
-"""
+"""Floods of what keys share: one key takes all of a resource that it gets, while others use it."""
 
 from __future__ import annotations
 
@@ -48,7 +43,10 @@ FULL = {429, 503}
 
 @dataclass
 class Flood:
-    """See the module's docstring."""
+    """`FLOODS` has one for each row of `shared_resources.LIMITED`, by the row's name. The uses of
+    keys whose name begins with `a` (the flooders) do not end before `Flood.release`, where the
+    resource is one that is held; those of other keys end at once. A use is one request, or what a
+    request does."""
 
     use: Callable[[str], Awaitable[int]]
     """one use by a key; its status"""

@@ -1,11 +1,4 @@
-"""`HashRunner`: a runner without torch with which every error in paging or scheduling is visible.
-
-The KV cell at position p is a hash of the cell at p-1, read through the page table, and the token
-at p. The sampled token is the last cell modulo the vocabulary (mixed with the seed if the request
-samples). So a wrong page, a stale cell, a page shared too early, or a token computed twice or not
-at all changes the output at once. `solo` computes the expected tokens of a request without any
-cache. The tests of scheduler, engine, asyncio and server use this runner.
-"""
+"""`HashRunner`: a runner without torch that makes every error in paging or scheduling visible"""
 
 from __future__ import annotations
 
@@ -73,7 +66,11 @@ def solo(request: Request, vocab_size: int) -> list[int]:
 
 
 class HashRunner:
-    """See the module's docstring."""
+    """The KV cell at position p is a hash of the cell at p-1, read through the page table, and the
+    token at p. The sampled token is the last cell modulo the vocabulary (mixed with the seed if the
+    request samples). So a wrong page, a stale cell, a page shared too early, or a token computed
+    twice or not at all changes the output at once. `solo` computes the expected tokens of a request
+    without any cache. The tests of scheduler, engine, asyncio and server use this runner."""
 
     def __init__(
         self, num_pages: int, page_size: int, vocab_size: int = 97, *, step_s: float = 0.0

@@ -1,8 +1,4 @@
-"""A scripted MCP server on a free port: what it says to each request is the test's.
-
-It keeps what it was asked. By default it is a good one, with the tool `find`; a `Said` may be any
-bytes, so it can be as bad as a test wants.
-"""
+"""A scripted MCP server on a free port: what it says to each request is the test's."""
 
 from __future__ import annotations
 
@@ -65,7 +61,8 @@ Tool = Callable[[Asked], Awaitable[Any]]
 
 
 class ScriptedMcp:
-    """See the module's docstring."""
+    """It keeps what it was asked. By default it is a good one, with the tool `find`; a `Said` may
+    be any bytes, so it can be as bad as a test wants."""
 
     def __init__(self) -> None:
         self.asked: list[Asked] = []

@@ -1,9 +1,4 @@
-"""A Ray cluster of several nodes on this machine, in a program of its own, and what kills its parts
-
-`ray_cluster` runs this file as a program: it starts a head without cores and nodes, serves the
-model that ships, and obeys lines on its stdin. Ray may end the program when its GCS dies, so the
-tests are another one. All processes are of one session, by which the tests find and end them.
-"""
+"""A Ray cluster of several nodes on this machine, in a program of its own; what kills its parts"""
 
 from __future__ import annotations
 
@@ -40,7 +35,13 @@ class Part:
 
 
 class RayCluster:
-    """A running cluster; see the module's docstring."""
+    """A running cluster.
+
+    `ray_cluster` runs this file as a program: it starts a head without cores and nodes, serves the
+    model that ships, and obeys lines on its stdin. Ray may end the program when its GCS dies, so
+    the tests are another one. All processes are of one session, by which the tests find and end
+    them.
+    """
 
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self._process = process

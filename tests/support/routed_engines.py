@@ -1,7 +1,4 @@
-"""Several engines behind a router, in virtual time: hash cores, whose steps take a set time.
-
-It has no threads and no fleet: what a fleet tells a router is told here, in the same order.
-"""
+"""Several engines behind a router, in virtual time: hash cores, whose steps take a set time."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ class RoutedEngine:
 
 
 class RoutedEngines:
-    """See the module's docstring."""
+    """It has no threads and no fleet. What a fleet tells a router is told here, in that order."""
 
     def __init__(
         self,

@@ -1,9 +1,4 @@
-"""`SHARED_RESOURCES`: what callers share, where it is made, and what keeps one key from taking it
-
-A row that has no limit of a key says why it needs none. `tests/server/test_shared_resources.py`
-finds in the source what is made and refused, so a pool, queue, lock or refusal without a row fails;
-it looks up each limit, and floods each resource that has one. docs/modules.md shows the table.
-"""
+"""`SHARED_RESOURCES`: what callers share, where it is made, what keeps one key from taking it"""
 
 from __future__ import annotations
 
@@ -22,7 +17,10 @@ class KeyLimit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SharedResource:
-    """See the module's docstring."""
+    """A row that has no limit of a key says why it needs none.
+    `tests/server/test_shared_resources.py` finds in the source what is made and refused, so a pool,
+    queue, lock or refusal without a row fails; it looks up each limit, and floods each resource
+    that has one. docs/modules.md shows the table."""
 
     name: str
     made_at: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ class _JumpingSelector(selectors.DefaultSelector):
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """See the module's docstring. For code without threads and sockets."""
+    """For code without threads and sockets."""
 
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()

@@ -1,11 +1,4 @@
-"""`NativeBackend`: attention on CPUs by the compiled C++ kernel.
-
-The kernel reads keys and values in place through the page tables, so nothing is gathered, padded or
-masked in memory. It works from the same `BatchLayout` as `SDPABackend`, which is the reference. A
-query row's result is the same bit for bit whatever the batch, the chunks, the page size and the
-number of threads. `obstacle` says why the kernel cannot be used for a shape; the composition root
-then takes `SDPABackend`.
-"""
+"""`NativeBackend`: attention on CPUs by the compiled C++ kernel."""
 
 from __future__ import annotations
 
@@ -46,7 +39,14 @@ def obstacle(
 
 
 class NativeBackend:
-    """The attention backend for CPUs. See the module's docstring."""
+    """The attention backend for CPUs.
+
+    The kernel reads keys and values in place through the page tables, so nothing is gathered,
+    padded or masked in memory. It works from the same `BatchLayout` as `SDPABackend`, which is the
+    reference. A query row's result is the same bit for bit whatever the batch, the chunks, the page
+    size and the number of threads. `obstacle` says why the kernel cannot be used for a shape; the
+    composition root then takes `SDPABackend`.
+    """
 
     def __init__(
         self,

@@ -1,12 +1,4 @@
-"""`SDPABackend`: attention by torch's `scaled_dot_product_attention`, on any device.
-
-It is the reference for the other backends. The query heads of a key/value group become query rows
-of one head, so grouped-query attention repeats no key or value. Queries are divided into tiles of
-at most 128 tokens. Tiles with the same number of tokens and the same padded context are computed in
-one call. The padded context depends only on the sequence's own length, so other sequences of the
-batch do not change what is computed for it. Keys and values are gathered through the page tables;
-the native kernels avoid that copy.
-"""
+"""`SDPABackend`: attention by torch's `scaled_dot_product_attention`, on any device."""
 
 from __future__ import annotations
 
@@ -57,7 +49,15 @@ class _Tiles:
 
 
 class SDPABackend:
-    """The reference attention backend. See the module's docstring."""
+    """The reference attention backend.
+
+    It is the reference for the other backends. The query heads of a key/value group become query
+    rows of one head, so grouped-query attention repeats no key or value. Queries are divided into
+    tiles of at most 128 tokens. Tiles with the same number of tokens and the same padded context
+    are computed in one call. The padded context depends only on the sequence's own length, so other
+    sequences of the batch do not change what is computed for it. Keys and values are gathered
+    through the page tables; the native kernels avoid that copy.
+    """
 
     def __init__(
         self,

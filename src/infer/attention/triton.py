@@ -1,14 +1,4 @@
-"""`TritonBackend`: attention on CUDA devices by the kernels of `kernels.cuda`.
-
-The shapes of a step are data: `items` lists tiles of queries and ranges of keys as numbers, and a
-fixed number of kernel programs takes items from the list. A kernel with 16-row products computes
-tiles of at most 16 rows (decode, short chunks). Longer chunks are divided into tiles of 64 or 128
-rows. The keys of a tile are split where there would otherwise be too few items for the device. The
-split of keys is that of Flash-Decoding.
-
-With `ordered`, the bits of a row's result depend only on its own tokens: every tile has 16 rows,
-and splits begin at multiples of `ORDERED_SPLIT` keys.
-"""
+"""`TritonBackend`: attention on CUDA devices by the kernels of `kernels.cuda`."""
 
 from __future__ import annotations
 
@@ -81,7 +71,17 @@ def _shapes_for(size: int) -> tuple[_Shape, _Shape, _Shape, _Shape, _Shape]:
 
 
 class TritonBackend:
-    """The attention backend for CUDA devices. See the module's docstring."""
+    """The attention backend for CUDA devices.
+
+    The shapes of a step are data: `items` lists tiles of queries and ranges of keys as numbers, and
+    a fixed number of kernel programs takes items from the list. A kernel with 16-row products
+    computes tiles of at most 16 rows (decode, short chunks). Longer chunks are divided into tiles
+    of 64 or 128 rows. The keys of a tile are split where there would otherwise be too few items for
+    the device. The split of keys is that of Flash-Decoding.
+
+    With `ordered`, the bits of a row's result depend only on its own tokens: every tile has 16
+    rows, and splits begin at multiples of `ORDERED_SPLIT` keys.
+    """
 
     num_fields = ITEM_FIELDS
 

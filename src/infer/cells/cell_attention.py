@@ -1,9 +1,4 @@
-"""`CellAttention`: the engine's attention backends over cells, and rotation of stored keys.
-
-It chooses the backend for each part of a batch. Where attention's own windows are right, one
-backend computes all layers, so that a stack of layers is still one call. Otherwise the layers of
-each window have a backend of their own, without a window, whose tables hold exactly what is in it.
-"""
+"""`CellAttention`: the engine's attention backends over cells, and rotation of stored keys."""
 
 from __future__ import annotations
 
@@ -31,7 +26,10 @@ ROTATION_ERROR = 0.05
 
 
 class CellAttention:
-    """See the module's docstring."""
+    """It chooses the backend for each part of a batch. Where attention's own windows are right, one
+    backend computes all layers, so that a stack of layers is still one call. Otherwise the layers
+    of each window have a backend of their own, without a window, whose tables hold exactly what is
+    in it."""
 
     def __init__(self, config: ModelConfig, make: MakeBackend) -> None:
         """`make`: makes backends over one storage."""

@@ -1,10 +1,4 @@
-"""`CellTable`: which token, position and sequences each cell of a cache has.
-
-The table knows no keys and values: it only says where they are. A cell is free when no sequence
-holds it. Each sequence's cells in the order of their positions are kept as a row of page numbers
-(cell + 1, because page 0 is padding), which is the page table of that sequence for attention. The
-row grows with each token; other changes mark it, and it is made again when it is next used.
-"""
+"""`CellTable`: which token, position and sequences each cell of a cache has."""
 
 from __future__ import annotations
 
@@ -81,7 +75,11 @@ class Placed:
 
 
 class CellTable:
-    """See the module's docstring."""
+    """The table knows no keys and values: it only says where they are. A cell is free when no
+    sequence holds it. Each sequence's cells in the order of their positions are kept as a row of
+    page numbers (cell + 1, because page 0 is padding), which is the page table of that sequence for
+    attention. The row grows with each token; other changes mark it, and it is made again when it is
+    next used."""
 
     def __init__(self, num_cells: int, max_seqs: int) -> None:
         """`num_cells` cells, all free, for sequences 0 to `max_seqs` - 1."""

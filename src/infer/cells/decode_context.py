@@ -1,11 +1,4 @@
-"""`Context`: decodes batches of tokens over cells that the caller manages.
-
-A decode goes: check the batch → give every token a cell → rotate keys whose cells were moved → the
-model's forward pass, part by part → commit. The rows of logits that the batch asked for replace
-those of the decode before. If anything fails before the commit, cells, keys and outputs are put
-back as they were. Nothing is evicted, queued or limited here: whoever calls decides what is kept.
-The forward pass, the storage and the attention are the engine's.
-"""
+"""`Context`: decodes batches of tokens over cells that the caller manages."""
 
 from __future__ import annotations
 
@@ -60,7 +53,14 @@ class _Abort(Exception):
 
 
 class Context:
-    """A cache of cells for a model. See the module's docstring."""
+    """A cache of cells for a model.
+
+    A decode goes: check the batch → give every token a cell → rotate keys whose cells were moved →
+    the model's forward pass, part by part → commit. The rows of logits that the batch asked for
+    replace those of the decode before. If anything fails before the commit, cells, keys and outputs
+    are put back as they were. Nothing is evicted, queued or limited here: whoever calls decides
+    what is kept. The forward pass, the storage and the attention are the engine's.
+    """
 
     def __init__(
         self,

@@ -1,16 +1,4 @@
-"""`Visibility`: which cells each token of a batch sees, as page tables for attention.
-
-A token sees a cell when a sequence holds both and the cell's position is not after the token's. So
-tokens with the same set of sequences have the same cells in view, up to their own position. They
-are grouped by their sets once per decode, and a group's cells in the order of their positions are
-one page table with pages of one cell. A run is a range of a group's tokens whose cells follow one
-another in it: for attention it is a sequence whose last tokens are computed. Attention's causal
-order then is the order of positions, because a token's own cell is the last one that it sees.
-
-Attention counts a sliding window in cells of the table, which is right where the positions of a run
-have no gap and none is there twice. For other runs (`by_window`) each token has a table of its own
-with exactly the cells in its window, and attention without a window reads it.
-"""
+"""`Visibility`: which cells each token of a batch sees, as page tables for attention."""
 
 from __future__ import annotations
 
@@ -55,7 +43,18 @@ class _Runs:
 
 
 class Visibility:
-    """See the module's docstring."""
+    """A token sees a cell when a sequence holds both and the cell's position is not after the
+    token's. So tokens with the same set of sequences have the same cells in view, up to their own
+    position. They are grouped by their sets once per decode, and a group's cells in the order of
+    their positions are one page table with pages of one cell. A run is a range of a group's tokens
+    whose cells follow one another in it: for attention it is a sequence whose last tokens are
+    computed. Attention's causal order then is the order of positions, because a token's own cell is
+    the last one that it sees.
+
+    Attention counts a sliding window in cells of the table, which is right where the positions of a
+    run have no gap and none is there twice. For other runs (`by_window`) each token has a table of
+    its own with exactly the cells in its window, and attention without a window reads it.
+    """
 
     def __init__(self, cells: CellTable, batch: CheckedBatch, placed: Placed) -> None:
         """`placed`: the cells that the batch has got in the table."""

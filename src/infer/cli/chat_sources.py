@@ -1,8 +1,4 @@
-"""Who answers in `infer chat`: an engine in this process, or a running server
-
-Both give an answer in pieces and say afterwards what it took (`Taken`). The caller keeps the
-messages and the sampling, so a conversation goes on with another model or another server.
-"""
+"""Who answers in `infer chat`: an engine in this process, or a running server"""
 
 from __future__ import annotations
 
@@ -64,7 +60,8 @@ class Taken:
 
 
 class ChatSource(Protocol):
-    """See the module's docstring."""
+    """It gives an answer in pieces and says afterwards what it took (`Taken`). The caller keeps the
+    messages and the sampling, so a conversation goes on with another model or another server."""
 
     @property
     def model(self) -> str:

@@ -1,10 +1,4 @@
-"""`Configuration`: the settings of a server from flags, variables and a file, and their origins
-
-A flag wins over an `INFER_…` variable, that over the file of `--config` (TOML), that over the
-default. The names are those of the settings classes, so a new setting has a flag, a variable and a
-key at once. A file that holds a secret should be its owner's alone; a secret in a flag is refused,
-because everybody on the machine can read the command lines of processes.
-"""
+"""`Configuration`: the settings of a server from flags, variables and a file, and their origins"""
 
 from __future__ import annotations
 
@@ -78,7 +72,10 @@ def variable_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Configuration:
-    """See the module's docstring."""
+    """A flag wins over an `INFER_…` variable, that over the file of `--config` (TOML), that over
+    the default. The names are those of the settings classes, so a new setting has a flag, a
+    variable and a key at once. A file that holds a secret should be its owner's alone; a secret in
+    a flag is refused, because everybody on the machine can read the command lines of processes."""
 
     given: Mapping[str, Given]
     """what was chosen, by the setting's name"""

@@ -1,9 +1,4 @@
-"""`EngineState`: what a stream of an engine's steps says about the engine now and a minute ago.
-
-It takes the events of `GET /v1/engine/events` (docs/events.md) one after the other. Memory is
-bounded by the unfinished requests and by the steps of the last minute, of which at most
-`MAX_STEPS` are kept.
-"""
+"""`EngineState`: what a stream of an engine's steps says about the engine now and a minute ago."""
 
 from __future__ import annotations
 
@@ -52,7 +47,9 @@ class StepTotals:
 
 @dataclass
 class EngineState:
-    """See the module's docstring. All times are milliseconds since the stream's zero."""
+    """It takes the events of `GET /v1/engine/events` (docs/events.md) one after the other. Memory
+    is bounded by the unfinished requests and by the steps of the last minute, of which at most
+    `MAX_STEPS` are kept. All times are milliseconds since the stream's zero."""
 
     hello: Fields = field(default_factory=dict)
     states: RequestStates = field(default_factory=RequestStates)

@@ -1,10 +1,4 @@
-"""`MarkdownStream`: an answer in a terminal while it is written, with its marks shown as styles
-
-Text goes out word by word, so no word is cut at the terminal's edge, and nothing that was shown
-changes afterwards. Of Markdown it knows what answers have: headings, lists, quotes, blocks of code,
-bold, emphasis, code in a line. A mark without its partner ends with its line. Without styles the
-text keeps its marks, and lines are only broken between words.
-"""
+"""`MarkdownStream`: an answer in a terminal while it is written, with its marks shown as styles"""
 
 from __future__ import annotations
 
@@ -34,7 +28,10 @@ MAX_HELD = 4096
 
 
 class MarkdownStream:
-    """See the module's docstring."""
+    """Text goes out word by word, so no word is cut at the terminal's edge, and nothing that was
+    shown changes afterwards. Of Markdown it knows what answers have: headings, lists, quotes,
+    blocks of code, bold, emphasis, code in a line. A mark without its partner ends with its line.
+    Without styles the text keeps its marks, and lines are only broken between words."""
 
     def __init__(self, write: Callable[[str], object], width: int, *, styled: bool) -> None:
         """`write` shows text at once; `width`: columns of the terminal; `styled`: whether it may

@@ -1,8 +1,4 @@
-"""`TerminalScreen`: `infer serve` in a terminal: a spinner while it loads, then what it serves
-
-The spinner names the part of the load that has begun. It hides no cursor, because Ctrl+C ends a
-server that loads at once. All but the line on stdout goes to stderr.
-"""
+"""`TerminalScreen`: `infer serve` in a terminal: a spinner while it loads, then what it serves"""
 
 from __future__ import annotations
 
@@ -94,7 +90,8 @@ class Spinner(logging.Handler):
 
 
 class TerminalScreen(Screen):
-    """See the module's docstring."""
+    """The spinner names the part of the load that has begun. It hides no cursor, because Ctrl+C
+    ends a server that loads at once. All but the line on stdout goes to stderr."""
 
     def __init__(self, spinner: Spinner) -> None:
         self._spinner = spinner

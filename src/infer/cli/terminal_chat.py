@@ -1,9 +1,4 @@
-"""`infer chat`: a conversation in the terminal, with a model in this process or on a server
-
-A message is a line, several lines that were pasted together, or what stands between two lines of
-`\"\"\"`. A line that begins with `/` is a command. The answer is on stdout, everything else on
-stderr. Ctrl+C stops the answer that is being written, and nothing else.
-"""
+"""`infer chat`: a conversation in the terminal, with a model in this process or on a server"""
 
 from __future__ import annotations
 
@@ -38,7 +33,9 @@ QUOTES = '"""'
 
 
 class Chat:
-    """See the module's docstring."""
+    """A message is a line, several lines that were pasted together, or what stands between two
+    lines of `\"\"\"`. A line that begins with `/` is a command. The answer is on stdout, everything
+    else on stderr. Ctrl+C stops the answer that is being written, and nothing else."""
 
     def __init__(
         self, source: ChatSource, notes: Console, system: str | None, sampling: dict[str, Any]

@@ -1,9 +1,4 @@
-"""`ClusterSettings`: what `serve run infer.cluster:app KEY=VALUE ...` and its YAML may say
-
-The keys are those of this class, of `EngineConfig` and of `ServerSettings`, as `infer serve` has
-them, and `models`, which are several in one application. Values may be strings, as on a command
-line.
-"""
+"""`ClusterSettings`: what `serve run infer.cluster:app KEY=VALUE ...` and its YAML may say"""
 
 from __future__ import annotations
 
@@ -61,7 +56,9 @@ NOT_IN_A_CLUSTER = {
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """See the module's docstring. The constructor raises `ConfigError`."""
+    """The keys are those of this class, of `EngineConfig` and of `ServerSettings`, as `infer serve`
+    has them, and `models`, which are several in one application. Values may be strings, as on a
+    command line. The constructor raises `ConfigError`."""
 
     replicas: str = option(
         "1", "Engines: a number, or the fewest and the most, such as 1-3, between which Ray scales."

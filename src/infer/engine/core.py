@@ -1,21 +1,4 @@
-"""`EngineCore`: the engine as a synchronous object: a scheduler and a runner, one step per call
-
-It is single-threaded and has no torch, no threads, no clock of its own and no text. The caller (a
-thread, a process, a test) calls `step` in a loop, and `add` and `abort` between steps only.
-
-One step ahead. A runner with `launch` has a step computed on a device while the host works: the
-core schedules and launches the next step before it waits for the tokens of the last one. A token
-that is not known yet is pending; the runner reads it on the device. A sequence whose sampling needs
-token ids on the host is left out of every second step. Where its grammar's mask is not ready in
-time, the step's result says so, and the last token is computed again. On CPUs the runner chooses
-for each step whether it goes ahead (`goes_ahead`).
-
-Containment. A step that raises has changed no sequence, and executing a part of its plan again
-writes the same cells. So the plan is executed in halves, and in halves of those, until the request
-that causes the error is alone; that request fails, and the others are not affected. A lost device
-is no request's failure: `DeviceLostError` is passed on, the process ends, and another engine
-continues the requests.
-"""
+"""`EngineCore`: the engine as a synchronous object: a scheduler and a runner, one step per call"""
 
 from __future__ import annotations
 
@@ -136,7 +119,23 @@ class Keeper(Protocol):
 
 
 class EngineCore:
-    """See the module's docstring."""
+    """It is single-threaded and has no torch, no threads, no clock of its own and no text. The
+    caller (a thread, a process, a test) calls `step` in a loop, and `add` and `abort` between steps
+    only.
+
+    One step ahead. A runner with `launch` has a step computed on a device while the host works: the
+    core schedules and launches the next step before it waits for the tokens of the last one. A
+    token that is not known yet is pending; the runner reads it on the device. A sequence whose
+    sampling needs token ids on the host is left out of every second step. Where its grammar's mask
+    is not ready in time, the step's result says so, and the last token is computed again. On CPUs
+    the runner chooses for each step whether it goes ahead (`goes_ahead`).
+
+    Containment. A step that raises has changed no sequence, and executing a part of its plan again
+    writes the same cells. So the plan is executed in halves, and in halves of those, until the
+    request that causes the error is alone; that request fails, and the others are not affected. A
+    lost device is no request's failure: `DeviceLostError` is passed on, the process ends, and
+    another engine continues the requests.
+    """
 
     def __init__(
         self,

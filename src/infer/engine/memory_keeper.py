@@ -1,11 +1,4 @@
-"""`MemoryKeeper`: gives memory of the KV cache back to the system when nobody uses it or others do
-
-The core calls `tend` between steps. Pages that were free for `keep_s` seconds are given back, and
-what was cached in them is forgotten. About once a second the keeper asks how much memory there is
-room for. Without room the coldest free pages are given back, and if these are not enough, sequences
-are preempted until what is left fits; the first in rank always goes on. New pages are handed out
-within the room that there is. It has no torch and no clock of its own.
-"""
+"""`MemoryKeeper`: gives memory of the KV cache back to the system when it is not used"""
 
 from __future__ import annotations
 
@@ -52,7 +45,12 @@ class Pool:
 
 
 class MemoryKeeper:
-    """See the module's docstring."""
+    """The core calls `tend` between steps. Pages that were free for `keep_s` seconds are given
+    back, and what was cached in them is forgotten. About once a second the keeper asks how much
+    memory there is room for. Without room the coldest free pages are given back, and if these are
+    not enough, sequences are preempted until what is left fits; the first in rank always goes on.
+    New pages are handed out within the room that there is. It has no torch and no clock of its own.
+    """
 
     def __init__(
         self,

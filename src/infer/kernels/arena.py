@@ -1,9 +1,4 @@
-"""`Arena`: memory for tensors that live about equally long, such as the weights of a model
-
-They lie one behind the other, so that also those which are smaller than a huge page are in huge
-pages. The processor then looks up fewer pages while it reads them: a step of a decoder whose layers
-have 1 MiB is a fifth shorter.
-"""
+"""`Arena`: memory for tensors that live about equally long, such as the weights of a model"""
 
 from __future__ import annotations
 
@@ -23,7 +18,9 @@ CHUNK_BYTES = 64 << 20
 
 
 class Arena:
-    """See the module's docstring. Any thread may use it."""
+    """Its tensors lie one behind the other, so that also those which are smaller than a huge page
+    are in huge pages. The processor then looks up fewer pages while it reads them: a step of a
+    decoder whose layers have 1 MiB is a fifth shorter. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -9,9 +9,8 @@ blocks of 4 bits of the weight itself (`kernels.blocks.fitted`).
 
 Whether a row's result is the same, bit for bit, for every number of rows depends on the class. It
 is by construction in `NativeLinear` (bfloat16, int8 and blocks in C++: csrc/linear.h), in
-`Int8Linear` and in `CudaInt8Linear`. It was observed to be in `PackedLinear` (oneDNN), except
-in bfloat16 with AMX, where oneDNN divides a sum differently for different numbers of rows. It is
-not in `PlainLinear` (`F.linear`). `kernels.invariance` checks it for a model on this machine.
+`Int8Linear` and in `CudaInt8Linear`. It was observed to be in most of `PackedLinear` (oneDNN). It
+is not in `PlainLinear` (`F.linear`). `kernels.invariance` checks it for a model on this machine.
 """
 
 from __future__ import annotations
@@ -294,9 +293,9 @@ class CudaInt8Linear(_Composed):
 class PackedLinear(_Composed):
     """A layer with its weight in oneDNN's blocked layout, which serves every number of rows.
 
-    The product of a row is the same for any number of rows from two up, with the exception in the
-    module's docstring. One row is therefore computed as two. That costs no time, since reading the
-    weight takes longer.
+    The product of a row is the same for any number of rows from two up, except in bfloat16 with
+    AMX, where oneDNN divides a sum differently for different numbers of rows. One row is therefore
+    computed as two. That costs no time, since reading the weight takes longer.
     """
 
     def __init__(

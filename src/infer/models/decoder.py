@@ -1,15 +1,4 @@
-"""The decoder of all families whose layers are what `LayerForm` can say: Llama and its relatives.
-
-The decoder is a pure function of tokens, positions and `attend`. It knows nothing of batches, the
-KV cache, or prefill and decode: `attend` hides pages, sequence lengths and the device. The families
-differ in the data of `ModelConfig`: where norms are and which, what is multiplied, what the MLP
-computes, and where tensors are in a checkpoint (`models.arrangement`). The q, k and v projections
-are one matrix product, and so are gate and up. A `WeightSource` supplies the weights and accounts
-for every tensor. `LayerStack` computes the layers of Llama's form in one call.
-
-Shapes: T tokens of a step, E hidden size, H query heads, G key/value heads, D head size, V
-vocabulary size, R rows that are sampled.
-"""
+"""The decoder of all families whose layers are what `LayerForm` can say: Llama and others"""
 
 from __future__ import annotations
 
@@ -279,7 +268,19 @@ class DecoderLayer:
 
 
 class Decoder:
-    """The decoder. See the module's docstring."""
+    """The decoder.
+
+    The decoder is a pure function of tokens, positions and `attend`. It knows nothing of batches,
+    the KV cache, or prefill and decode: `attend` hides pages, sequence lengths and the device. The
+    families differ in the data of `ModelConfig`: where norms are and which, what is multiplied,
+    what the MLP computes, and where tensors are in a checkpoint (`models.arrangement`). The q, k
+    and v projections are one matrix product, and so are gate and up. A `WeightSource` supplies the
+    weights and accounts for every tensor. `LayerStack` computes the layers of Llama's form in one
+    call.
+
+    Shapes: T tokens of a step, E hidden size, H query heads, G key/value heads, D head size, V
+    vocabulary size, R rows that are sampled.
+    """
 
     def __init__(self, config: ModelConfig, source: WeightSource, max_seq_len: int) -> None:
         """`max_seq_len`: the number of positions, which is the length of the RoPE tables."""

@@ -1,14 +1,4 @@
-"""`TransformersModel`: any causal model of transformers on our KV cache, the slow way.
-
-It is what `--model-impl transformers` chooses, and the only module that imports transformers.
-The library's own layers compute everything but attention: an attention function that is registered
-with its interface hands queries, keys and values of all sequences to `Attend`. Which windows,
-scales and caps the layers have is not read from the config, whose fields differ between families:
-the model is built on the meta device, and a rehearsal sees what its layers ask for. What `Attend`
-cannot compute is refused by name. When the weights are loaded, a trial compares logits with those
-of the library's own attention, and chunks with whole sequences, so that a model which keeps
-another state than keys and values is refused, too.
-"""
+"""`TransformersModel`: any causal model of transformers on our KV cache, the slow way."""
 
 from __future__ import annotations
 
@@ -364,7 +354,17 @@ class _Given(torch.nn.Module):
 
 
 class TransformersModel:
-    """A causal model of transformers; see the module's docstring and `Model`."""
+    """A causal model of transformers.
+
+    It is what `--model-impl transformers` chooses, and the only module that imports transformers.
+    The library's own layers compute everything but attention: an attention function that is
+    registered with its interface hands queries, keys and values of all sequences to `Attend`. Which
+    windows, scales and caps the layers have is not read from the config, whose fields differ
+    between families: the model is built on the meta device, and a rehearsal sees what its layers
+    ask for. What `Attend` cannot compute is refused by name. When the weights are loaded, a trial
+    compares logits with those of the library's own attention, and chunks with whole sequences, so
+    that a model which keeps another state than keys and values is refused, too. See `Model`.
+    """
 
     def __init__(self, causal: Any, config: ModelConfig) -> None:
         """`causal`: the library's model, with its weights, for which `config` was read."""

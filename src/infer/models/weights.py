@@ -1,11 +1,4 @@
-"""`WeightSource`: supplies a checkpoint's tensors by name and checks that each is used.
-
-A model takes each tensor that it needs with the shape that it expects. `finish` then raises one
-`LoadError` that lists every tensor that was missing, had the wrong shape or was not used.
-`open_checkpoint` reads safetensors files, one or several with an index. The files are
-memory-mapped and a tensor is converted when it is taken, so no weight is in memory twice.
-`dummy_source` makes random tensors of the requested shapes (`load_format=dummy`).
-"""
+"""`WeightSource`: supplies a checkpoint's tensors by name and checks that each is used."""
 
 from __future__ import annotations
 
@@ -96,7 +89,14 @@ class Rows:
 
 
 class WeightSource:
-    """A checkpoint's tensors by name; see the module's docstring."""
+    """A checkpoint's tensors by name.
+
+    A model takes each tensor that it needs with the shape that it expects. `finish` then raises one
+    `LoadError` that lists every tensor that was missing, had the wrong shape or was not used.
+    `open_checkpoint` reads safetensors files, one or several with an index. The files are
+    memory-mapped and a tensor is converted when it is taken, so no weight is in memory twice.
+    `dummy_source` makes random tensors of the requested shapes (`load_format=dummy`).
+    """
 
     def __init__(
         self,

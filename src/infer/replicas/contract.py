@@ -1,28 +1,4 @@
-"""`ReplicaContract`: what a fleet may rely on, of each of its engines that may die and come back
-
-A replica has generations. One begins when the engine takes requests and has none; it ends when the
-engine dies, or when the fleet abandons it. Numbers of generations grow, and each is used once. A
-replica keeps no journal: requests that it had are the fleet's business. There is one implementation
-(`replicas.replica`), and one for tests that drive it step by step.
-
-- **Order.** For each generation the listener hears `ready`, then any number of `reported`, then at
-  most one `lost`. The next one begins after that. Everything about a generation carries its number;
-  the fleet ignores what comes with another number than that of the generation that it knows, so a
-  replica need not be exact about frames that are late. `ready(n)` promises that the engine has no
-  request of a generation before n and that no output of such a request will come with the number n.
-- **Threads.** `ready` of the first generation may be called within `start`. Everything else is
-  called by threads of the replica, one call at a time. A replica holds no lock of its own while it
-  calls the listener, because the listener calls `add` and `abort` in turn.
-- **Commands.** `add`, `abort`, `follow_pages` and `abandon` may be called by any thread, do not
-  wait, and raise nothing. They reach the engine in the order in which they were called. A command
-  for a generation that has ended is ignored: the fleet hears of its end, or has caused it.
-- **Outputs.** Outputs of one request come in order and none is left out within a generation. A
-  refusal of the engine comes as an output with an error.
-- **Silence.** `link_silence_s` grows while nothing arrives from the machine or process. An engine
-  that computes a long step is not silent, because its heartbeat has a thread of its own. A silent
-  replica is not lost: the fleet decides that, and calls `abandon` where others can go on.
-- **The end.** After `stop` returns, the listener is not called any more.
-"""
+"""`ReplicaContract`: what a fleet may rely on, of each of its engines that may die and come back"""
 
 from __future__ import annotations
 
@@ -37,7 +13,7 @@ from infer.types.step_events import StepEvents
 
 
 class ReplicaListener(Protocol):
-    """Hears what a replica reports; the module's docstring says in which order."""
+    """Hears what a replica reports, in the order that `ReplicaContract` promises."""
 
     def ready(self, replica: ReplicaContract, generation: int) -> int:
         """A generation begins: the engine takes requests and has none. Returns the number of
@@ -74,7 +50,32 @@ class ReplicaListener(Protocol):
 
 
 class ReplicaContract(Protocol):
-    """See the module's docstring."""
+    """A replica has generations. One begins when the engine takes requests and has none; it ends
+    when the engine dies, or when the fleet abandons it. Numbers of generations grow, and each is
+    used once. A replica keeps no journal: requests that it had are the fleet's business. There is
+    one implementation (`replicas.replica`), and one for tests that drive it step by step.
+
+    - **Order.** For each generation the listener hears `ready`, then any number of `reported`, then
+      at most one `lost`. The next one begins after that. Everything about a generation carries its
+      number; the fleet ignores what comes with another number than that of the generation that it
+      knows, so a replica need not be exact about frames that are late. `ready(n)` promises that the
+      engine has no request of a generation before n and that no output of such a request will come
+      with the number n.
+    - **Threads.** `ready` of the first generation may be called within `start`. Everything else is
+      called by threads of the replica, one call at a time. A replica holds no lock of its own while
+      it calls the listener, because the listener calls `add` and `abort` in turn.
+    - **Commands.** `add`, `abort`, `follow_pages` and `abandon` may be called by any thread, do not
+      wait, and raise nothing. They reach the engine in the order in which they were called. A
+      command for a generation that has ended is ignored: the fleet hears of its end, or has caused
+      it.
+    - **Outputs.** Outputs of one request come in order and none is left out within a generation. A
+      refusal of the engine comes as an output with an error.
+    - **Silence.** `link_silence_s` grows while nothing arrives from the machine or process. An
+      engine that computes a long step is not silent, because its heartbeat has a thread of its own.
+      A silent replica is not lost: the fleet decides that, and calls `abandon` where others can go
+      on.
+    - **The end.** After `stop` returns, the listener is not called any more.
+    """
 
     @property
     def name(self) -> str:

@@ -1,12 +1,4 @@
-"""`EngineRun`: one engine process, from its start to its end
-
-A process builds its engine at once (`Begin`), or first stands by (`Prepare`, then `Begin`).
-
-Watchdog: a process reports each step, and every `HEARTBEAT_S` when it has nothing to do. After
-a soft limit without a report while it has work, its stacks are written to a file that a line of
-the log names; after the caller's limit it is killed. Its heartbeat is no report: it says that the
-process lives, not that its engine works.
-"""
+"""`EngineRun`: one engine process, from its start to its end"""
 
 from __future__ import annotations
 
@@ -43,7 +35,13 @@ LAST_WORDS_S = 1.0
 
 
 class EngineRun:
-    """See the module's docstring."""
+    """A process builds its engine at once (`Begin`), or first stands by (`Prepare`, then `Begin`).
+
+    Watchdog: a process reports each step, and every `HEARTBEAT_S` when it has nothing to do. After
+    a soft limit without a report while it has work, its stacks are written to a file that a line of
+    the log names; after the caller's limit it is killed. Its heartbeat is no report: it says that
+    the process lives, not that its engine works.
+    """
 
     def __init__(
         self, first: messages.Begin | messages.Prepare, spawned: Spawned | None = None

@@ -1,25 +1,4 @@
-"""`Fleet`: an `EngineClient` over replicas, any of which may die while its streams go on elsewhere
-
-The fleet holds the journal (`RequestJournal`). A request is sent to one generation of one replica;
-where that generation ends, the request waits for another one and goes on there behind the tokens
-that its caller has. `Router` chooses among the replicas that are ready and have room. Without any,
-requests wait here, in order of arrival.
-
-A generation ends in three ways. The replica reports it as lost: its engine has died. Or the replica
-has been silent for `link_timeout_s`, and others are ready: the fleet abandons the generation. Or
-the replica drains and its time is over: what it has left moves, and no request is a suspect for
-that. What comes from a generation that has ended is ignored. After a crash a request begins in a
-step of its own, whichever replica computes it, and one that is alone in a second crash is given up
-(`replicas.blame`): a request takes two replicas with it at most.
-
-Tokens are the same wherever a stream goes on if both engines compute the same bits, so replicas
-with equal `Fingerprint`s are taken first. `moved_streams` says what happens where there is none:
-"any" goes on with another one and counts it; "exact" ends the stream with a `MovedStreamError`. A
-request without tokens may go anywhere. A replica with another model is kept out, and named.
-
-Lock: one for all of it. It is held while outputs are delivered, so that those of one request stay
-in order though it moves between threads. It is taken before a replica's own lock, never after.
-"""
+"""`Fleet`: an `EngineClient` over replicas, which may die while their streams go on elsewhere"""
 
 from __future__ import annotations
 
@@ -108,7 +87,30 @@ class _Counts:
 
 
 class Fleet:
-    """An `EngineClient` and the listener of its replicas; see the module's docstring."""
+    """An `EngineClient` and the listener of its replicas.
+
+    The fleet holds the journal (`RequestJournal`). A request is sent to one generation of one
+    replica; where that generation ends, the request waits for another one and goes on there behind
+    the tokens that its caller has. `Router` chooses among the replicas that are ready and have
+    room. Without any, requests wait here, in order of arrival.
+
+    A generation ends in three ways. The replica reports it as lost: its engine has died. Or the
+    replica has been silent for `link_timeout_s`, and others are ready: the fleet abandons the
+    generation. Or the replica drains and its time is over: what it has left moves, and no request
+    is a suspect for that. What comes from a generation that has ended is ignored. After a crash a
+    request begins in a step of its own, whichever replica computes it, and one that is alone in a
+    second crash is given up (`replicas.blame`): a request takes two replicas with it at most.
+
+    Tokens are the same wherever a stream goes on if both engines compute the same bits, so replicas
+    with equal `Fingerprint`s are taken first. `moved_streams` says what happens where there is
+    none: "any" goes on with another one and counts it; "exact" ends the stream with a
+    `MovedStreamError`. A request without tokens may go anywhere. A replica with another model is
+    kept out, and named.
+
+    Lock: one for all of it. It is held while outputs are delivered, so that those of one request
+    stay in order though it moves between threads. It is taken before a replica's own lock, never
+    after.
+    """
 
     def __init__(
         self,

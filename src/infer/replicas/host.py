@@ -1,11 +1,4 @@
-"""`ReplicaHost`: one engine that serves several fronts, and its ends of their links
-
-It is the listener of its replica. Each front gets the outputs of its own requests and the events of
-all steps, through a queue that is bounded in bytes: an engine never waits for a front. A link whose
-queue is full, or whose front is silent, is dropped with its requests; the front's journal has them.
-The generations of all links are numbered together, and each number is used once. It knows no Ray:
-`take` and `command` are called by whatever carries the bytes.
-"""
+"""`ReplicaHost`: one engine that serves several fronts, and its ends of their links"""
 
 from __future__ import annotations
 
@@ -125,7 +118,12 @@ class FrontLink:
 
 
 class ReplicaHost:
-    """See the module's docstring. A `ReplicaListener`."""
+    """It is the listener of its replica. Each front gets the outputs of its own requests and the
+    events of all steps, through a queue that is bounded in bytes: an engine never waits for a
+    front. A link whose queue is full, or whose front is silent, is dropped with its requests; the
+    front's journal has them. The generations of all links are numbered together, and each number is
+    used once. It knows no Ray: `take` and `command` are called by whatever carries the bytes. A
+    `ReplicaListener`."""
 
     def __init__(self, replica: ReplicaContract, *, first_generation: int = 1) -> None:
         """`first_generation`: above all numbers of a host whose place this one takes."""

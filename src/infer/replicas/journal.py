@@ -1,12 +1,4 @@
-"""`RequestJournal`: the unfinished requests of a fleet, with the tokens each of them has received
-
-It lives on the API side and makes every engine disposable. A request is held by one generation of
-one engine, or waits for one. Another engine gets the requests that a dead one had not finished,
-with their tokens so far; each goes on at the same position with the same seed, so with the same
-tokens. What a holder reports of a request that it no longer holds is ignored. `replicas.blame`
-decides which request is given up after a crash, over all engines. The journal is plain data without
-threads; `replicas.fleet` holds a lock.
-"""
+"""`RequestJournal`: the unfinished requests of a fleet, with the tokens that each has received"""
 
 from __future__ import annotations
 
@@ -40,7 +32,13 @@ class _Entry:
 
 
 class RequestJournal:
-    """See the module's docstring. A holder is any object; it is compared by identity."""
+    """It lives on the API side and makes every engine disposable. A request is held by one
+    generation of one engine, or waits for one. Another engine gets the requests that a dead one had
+    not finished, with their tokens so far; each goes on at the same position with the same seed, so
+    with the same tokens. What a holder reports of a request that it no longer holds is ignored.
+    `replicas.blame` decides which request is given up after a crash, over all engines. The journal
+    is plain data without threads; `replicas.fleet` holds a lock. A holder is any object; it is
+    compared by identity."""
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}

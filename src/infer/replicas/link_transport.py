@@ -1,10 +1,4 @@
-"""`LinkTransport`: the conversation with an engine on another machine, over links that may break
-
-It is a `Transport` of a `Replica`. What carries the bytes is a `Link`, so this file knows no Ray.
-Where a link ends, so does the generation; another link is tried until the engine is known to have
-gone. Times of the other machine are shifted to the clock of this one. A thread says every
-`HEARTBEAT_S` that this client lives.
-"""
+"""`LinkTransport`: the conversation with an engine on another machine, over links that may break"""
 
 from __future__ import annotations
 
@@ -65,7 +59,13 @@ class Link(Protocol):
 
 
 class LinkTransport:
-    """A `Transport`; see the module's docstring."""
+    """A `Transport`.
+
+    It is a `Transport` of a `Replica`. What carries the bytes is a `Link`, so this file knows no
+    Ray. Where a link ends, so does the generation; another link is tried until the engine is known
+    to have gone. Times of the other machine are shifted to the clock of this one. A thread says
+    every `HEARTBEAT_S` that this client lives.
+    """
 
     def __init__(self, link: Link, name: str) -> None:
         """`name`: of the replica."""

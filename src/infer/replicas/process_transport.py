@@ -1,12 +1,4 @@
-"""`ProcessTransport`: the conversation with engine processes, one started whenever another dies
-
-It is a `Transport` of a `Replica`. This is the API side of the boundary; it needs no torch.
-`launch` starts the first process and raises the error that keeps it from starting. Then one thread
-reads what the process says; when the process has ended it starts the next one, or takes the
-`Standby`. Each process that serves begins a generation, and so does a `Reset`, in the same process.
-An engine that does not start is tried again after pauses that grow. After `MAX_FAILURES` in a row
-the reader gets `Failing`, and `Ready` when an engine starts.
-"""
+"""`ProcessTransport`: the conversation with engine processes, one started whenever another dies"""
 
 from __future__ import annotations
 
@@ -58,7 +50,15 @@ def _stopped_while_loading() -> LoadError:
 
 
 class ProcessTransport:
-    """A `Transport`; see the module's docstring."""
+    """A `Transport`.
+
+    It is a `Transport` of a `Replica`. This is the API side of the boundary; it needs no torch.
+    `launch` starts the first process and raises the error that keeps it from starting. Then one
+    thread reads what the process says; when the process has ended it starts the next one, or takes
+    the `Standby`. Each process that serves begins a generation, and so does a `Reset`, in the same
+    process. An engine that does not start is tried again after pauses that grow. After
+    `MAX_FAILURES` in a row the reader gets `Failing`, and `Ready` when an engine starts.
+    """
 
     def __init__(
         self,

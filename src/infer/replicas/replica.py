@@ -1,11 +1,4 @@
-"""`Replica`: an engine that may die and come back, wherever it runs; its conversation in one place
-
-It folds what an engine says (`replicas.messages`) into what the fleet hears and asks
-(`ReplicaContract`). What carries the conversation is a `Transport`: to a process of this machine
-(`replicas.process_transport`), or over a link to another machine (`replicas.link_transport`). One
-thread reads it. A command goes out only while its generation is the present one, under a lock that
-is held where the present one changes; so nothing for one generation reaches the next.
-"""
+"""`Replica`: an engine that may die and come back, wherever it runs; the conversation with it"""
 
 from __future__ import annotations
 
@@ -54,7 +47,15 @@ class Transport(Protocol):
 
 
 class Replica:
-    """A `ReplicaContract`; see the module's docstring."""
+    """A `ReplicaContract`.
+
+    It folds what an engine says (`replicas.messages`) into what the fleet hears and asks
+    (`ReplicaContract`). What carries the conversation is a `Transport`: to a process of this
+    machine (`replicas.process_transport`), or over a link to another machine
+    (`replicas.link_transport`). One thread reads it. A command goes out only while its generation
+    is the present one, under a lock that is held where the present one changes; so nothing for one
+    generation reaches the next.
+    """
 
     def __init__(
         self,

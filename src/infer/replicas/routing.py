@@ -1,27 +1,4 @@
-"""`PrefixRouter`: a request goes where its first token is expected first
-
-That time is the prompt tokens that a replica has to compute before it, times the measured time of a
-prompt token, plus the expected wait for a seat. The tokens are those of requests without a first
-token, and the request's own that are not cached there. A router knows the pages that each replica's
-prefix index holds, as hashes that begin at the cache scope (`schedule.index_changes`). So another
-tenant's cache attracts nobody, and says nothing about what that tenant has asked.
-
-Three things stand beside the formula:
-
-- A token computed in a full cache pushes out one that was computed before, so it counts twice.
-- Times within `TOLERANCE` of the shortest are equal, because they are measured. Of equal replicas
-  those are taken that compute the fewest tokens for it, within `TOLERANCE` again; of these the one
-  with the fewest requests, then the one that a hash prefers for the request's conversation, then
-  the one with the most empty pages. The hash keeps a conversation together where no pages are known
-  yet, at all fronts alike and without a memory. (Thaler and Ravishankar 1998, "Using Name-Based
-  Mappings to Increase Hit Rates".)
-- No replica gets much more than `MAX_SHARE` times its share of the unfinished requests. A first
-  token says nothing about the tokens after it, which are slower in a large batch. So a prefix that
-  everybody uses is soon cached by several. (Mirrokni et al. 2018, "Consistent Hashing with Bounded
-  Loads".)
-
-`RoundRobinRouter` takes one replica after the other, for comparison.
-"""
+"""`PrefixRouter`: a request goes where its first token is expected first"""
 
 from __future__ import annotations
 
@@ -235,7 +212,29 @@ def _rank(conversation: str, replica: str) -> bytes:
 
 
 class PrefixRouter(Router):
-    """See the module's docstring."""
+    """The time until a request's first token is the prompt tokens that a replica has to compute
+    before it, times the measured time of a prompt token, plus the expected wait for a seat. The
+    tokens are those of requests without a first token, and the request's own that are not cached
+    there. A router knows the pages that each replica's prefix index holds, as hashes that begin at
+    the cache scope (`schedule.index_changes`). So another tenant's cache attracts nobody, and says
+    nothing about what that tenant has asked.
+
+    Three things stand beside the formula:
+
+    - A token computed in a full cache pushes out one that was computed before, so it counts twice.
+    - Times within `TOLERANCE` of the shortest are equal, because they are measured. Of equal
+      replicas those are taken that compute the fewest tokens for it, within `TOLERANCE` again; of
+      these the one with the fewest requests, then the one that a hash prefers for the request's
+      conversation, then the one with the most empty pages. The hash keeps a conversation together
+      where no pages are known yet, at all fronts alike and without a memory. (Thaler and
+      Ravishankar 1998, "Using Name-Based Mappings to Increase Hit Rates".)
+    - No replica gets much more than `MAX_SHARE` times its share of the unfinished requests. A first
+      token says nothing about the tokens after it, which are slower in a large batch. So a prefix
+      that everybody uses is soon cached by several. (Mirrokni et al. 2018, "Consistent Hashing with
+      Bounded Loads".)
+
+    `RoundRobinRouter` takes one replica after the other, for comparison.
+    """
 
     def __init__(self, *, max_share: float = MAX_SHARE) -> None:
         """`max_share`: see `MAX_SHARE`."""

@@ -1,9 +1,4 @@
-"""`SocketLink`: a `Link` to an engine of this machine, over a socket; `serve_link`: its other end
-
-What has the engine's process serves several others. Each has a socket pair for each engine, which
-carries the frames of a link in both directions and lasts as long as both processes. A link that
-the host has dropped is lost to the front (`Loss`), and the next one begins on the same socket.
-"""
+"""`SocketLink`: a `Link` to an engine of this machine by a socket; `serve_link`: its other end"""
 
 from __future__ import annotations
 
@@ -22,7 +17,10 @@ _PIECE = 1 << 18
 
 
 class SocketLink:
-    """See the module's docstring. A `Link`."""
+    """What has the engine's process serves several others. Each has a socket pair for each engine,
+    which carries the frames of a link in both directions and lasts as long as both processes. A
+    link that the host has dropped is lost to the front (`Loss`), and the next one begins on the
+    same socket. A `Link`."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock

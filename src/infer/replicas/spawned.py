@@ -1,9 +1,4 @@
-"""`Spawned`: an engine process that has been told nothing; `EarlyProcess`: one for the first engine
-
-Importing torch is most of the time until an engine is ready. So `infer serve` starts the process of
-its first engine before it imports the server, and both import at the same time. Standard library
-only, so that nothing has to be imported before.
-"""
+"""`Spawned`: an engine process without orders; `EarlyProcess`: one for the first engine"""
 
 from __future__ import annotations
 
@@ -35,7 +30,10 @@ def start_module(
 
 
 class Spawned:
-    """See the module's docstring. It belongs to the `EngineRun` that is made of it."""
+    """Importing torch is most of the time until an engine is ready. So `infer serve` starts the
+    process of its first engine before it imports the server, and both import at the same time.
+    Standard library only, so that nothing has to be imported before. It belongs to the `EngineRun`
+    that is made of it."""
 
     def __init__(self, imports: str = "") -> None:
         """`imports`: module that the process imports before it reads its first message."""

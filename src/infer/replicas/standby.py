@@ -1,11 +1,4 @@
-"""`Standby`: a process that has imported what an engine needs, and becomes the next engine
-
-Importing is most of the time that a restart takes. One standby serves all engines of a server, as
-it learns with `Begin` which engine it is to be. The first one is started after the first engine is
-ready, and another one after each that was taken. It is an addition only: where it is absent, has
-died or does not answer, an engine gets a new process. It is absent while less than `STANDBY_ABOVE`
-bytes of main memory are available, and ended when less than `ENDS_BELOW` are.
-"""
+"""`Standby`: a process that has imported what an engine needs, and becomes the next engine"""
 
 from __future__ import annotations
 
@@ -23,7 +16,7 @@ from infer.threads import BackgroundThread
 log = logging.getLogger(__name__)
 
 ENDS_BELOW = 1 << 30
-"""bytes of available main memory; see the module's docstring"""
+"""bytes of available main memory; see `Standby`"""
 WATCH_S = 1.0
 """interval in seconds at which the standby and the available memory are looked at"""
 RETRY_S = 60.0
@@ -31,7 +24,12 @@ RETRY_S = 60.0
 
 
 class Standby:
-    """See the module's docstring."""
+    """Importing is most of the time that a restart takes. One standby serves all engines of a
+    server, as it learns with `Begin` which engine it is to be. The first one is started after the
+    first engine is ready, and another one after each that was taken. It is an addition only: where
+    it is absent, has died or does not answer, an engine gets a new process. It is absent while less
+    than `STANDBY_ABOVE` bytes of main memory are available, and ended when less than `ENDS_BELOW`
+    are."""
 
     def __init__(
         self,

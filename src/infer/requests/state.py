@@ -1,11 +1,4 @@
-"""`RequestStates`: the state of each request, as the events of an engine's steps tell it
-
-The only place where events become states. The façade, a fleet's replicas and `infer top` each keep
-`RequestStates` of their own requests; traces, frames, the limits of the queue and routers read
-them. A kind of event is a class in `types.step_events` and a case of `RequestState.apply`. The page
-has the same table (`server/ui/engine/states.js`), and tests/server/frames.json has what both must
-make of the same frames.
-"""
+"""`RequestStates`: the state of each request, as the events of an engine's steps tell it"""
 
 from __future__ import annotations
 
@@ -111,7 +104,11 @@ class FoldedStep:
 
 
 class RequestStates:
-    """See the module's docstring. One thread at a time."""
+    """The only place where events become states. The façade, a fleet's replicas and `infer top`
+    each keep `RequestStates` of their own requests; traces, frames, the limits of the queue and
+    routers read them. A kind of event is a class in `types.step_events` and a case of
+    `RequestState.apply`. The page has the same table (`server/ui/engine/states.js`), and
+    tests/server/frames.json has what both must make of the same frames. One thread at a time."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

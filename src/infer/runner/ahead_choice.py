@@ -1,13 +1,4 @@
-"""`AheadChoice`: whether working ahead makes steps shorter, learned from their times
-
-While the kernels compute, scheduling and packing the next step take a core from them if there is
-none to spare. What is faster depends on the machine, its company, the model and the number of
-sequences, so it is measured. A trial compares the medians of some steps one way with those of as
-many the other way, of nearly the same number of sequences. The other way is taken if it is clearly
-faster: working ahead has newcomers wait for one step more. There is a trial when a load is new, and
-then now and then. Loads are numbers of sequences, in powers of two. Steps with prompts do not go
-ahead. An `AheadRunner` has one choice.
-"""
+"""`AheadChoice`: whether working ahead makes steps shorter, learned from their times"""
 
 from __future__ import annotations
 
@@ -48,7 +39,13 @@ class _Trial:
 
 
 class AheadChoice:
-    """See the module's docstring."""
+    """While the kernels compute, scheduling and packing the next step take a core from them if
+    there is none to spare. What is faster depends on the machine, its company, the model and the
+    number of sequences, so it is measured. A trial compares the medians of some steps one way with
+    those of as many the other way, of nearly the same number of sequences. The other way is taken
+    if it is clearly faster: working ahead has newcomers wait for one step more. There is a trial
+    when a load is new, and then now and then. Loads are numbers of sequences, in powers of two.
+    Steps with prompts do not go ahead. An `AheadRunner` has one choice."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """`clock` gives seconds."""

@@ -1,8 +1,4 @@
-"""`CompilingThreads`: threads that compile grammars, for tenants in turn
-
-One tenant never has both threads (`FairQueue`). What a thread has compiled is freed in that thread.
-Any thread may call all methods. `runner.grammar_masks` uses it.
-"""
+"""`CompilingThreads`: threads that compile grammars, for tenants in turn"""
 
 from __future__ import annotations
 
@@ -37,7 +33,8 @@ class _Job(NamedTuple):
 
 
 class CompilingThreads:
-    """See the module's docstring."""
+    """One tenant never has both threads (`FairQueue`). What a thread has compiled is freed in that
+    thread. Any thread may call all methods. `runner.grammar_masks` uses it."""
 
     def __init__(self) -> None:
         self._threads = [compiling_thread(f"infer-grammar-{i}") for i in range(NUM_THREADS)]

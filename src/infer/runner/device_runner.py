@@ -1,15 +1,4 @@
-"""`DeviceRunner`: executes plans on a GPU, one step ahead of the host.
-
-`launch` writes a step into buffers at fixed addresses, sends them with one copy and starts the
-computation: by replaying a CUDA graph if the step's size has been captured, otherwise kernel by
-kernel. The host waits once per step, for the copy of the sampled tokens, and only when the results
-are requested.
-
-The device reads tokens that the host does not know yet from the results of the previous step.
-Rows that need more than temperature, top-k, top-p and min-p (log-probabilities, biases, penalties,
-grammars) go through `runner.sampler`, which changes their logits and has the same kernels draw from
-these. A step with such rows is waited for when it is launched.
-"""
+"""`DeviceRunner`: executes plans on a GPU, one step ahead of the host."""
 
 from __future__ import annotations
 
@@ -105,7 +94,18 @@ class _SentStep:
 
 
 class DeviceRunner:
-    """The runner for GPUs. See the module's docstring."""
+    """The runner for GPUs.
+
+    `launch` writes a step into buffers at fixed addresses, sends them with one copy and starts the
+    computation: by replaying a CUDA graph if the step's size has been captured, otherwise kernel by
+    kernel. The host waits once per step, for the copy of the sampled tokens, and only when the
+    results are requested.
+
+    The device reads tokens that the host does not know yet from the results of the previous step.
+    Rows that need more than temperature, top-k, top-p and min-p (log-probabilities, biases,
+    penalties, grammars) go through `runner.sampler`, which changes their logits and has the same
+    kernels draw from these. A step with such rows is waited for when it is launched.
+    """
 
     def __init__(
         self,

@@ -1,12 +1,4 @@
-"""`Restrictions`: which tokens a grammar allows next, for the sequences of a step that have one.
-
-Threads work while the model computes, since llguidance releases the interpreter lock: those that
-compile grammars (`runner.compiling_threads`), and one that makes masks. A step waits for masks only
-briefly. If a mask takes longer, its sequence skips steps until the mask is complete. While a
-sequence's masks are slow, the compiling threads make them. The allowed tokens depend only on the
-sequence's own tokens. So they are the same after preemption, in any batch, in a repeated step, and
-in another engine that continues the request. The runners use this module.
-"""
+"""`Restrictions`: which tokens a grammar allows next, for the sequences of a step that have one."""
 
 from __future__ import annotations
 
@@ -118,7 +110,15 @@ class Masks:
 
 
 class Restrictions:
-    """The token masks of all sequences that have a grammar. See the module's docstring."""
+    """The token masks of all sequences that have a grammar.
+
+    Threads work while the model computes, since llguidance releases the interpreter lock: those
+    that compile grammars (`runner.compiling_threads`), and one that makes masks. A step waits for
+    masks only briefly. If a mask takes longer, its sequence skips steps until the mask is complete.
+    While a sequence's masks are slow, the compiling threads make them. The allowed tokens depend
+    only on the sequence's own tokens. So they are the same after preemption, in any batch, in a
+    repeated step, and in another engine that continues the request. The runners use this module.
+    """
 
     def __init__(self, compiler: Callable[[], Compiler]) -> None:
         """`compiler` makes the compiler; it is called at once in a compiling thread.

@@ -1,10 +1,4 @@
-"""`Graphs`: captured CUDA graphs by step size, and the sizes to which steps are padded.
-
-A step has hundreds of kernel launches, and launching them one by one takes longer than computing
-them. A graph holds the launches with their memory addresses. The numbers of a step are in buffers
-at fixed addresses, so a graph can be replayed for every step of the same size. Steps are padded to
-a few sizes.
-"""
+"""`Graphs`: captured CUDA graphs by step size, and the sizes to which steps are padded."""
 
 from __future__ import annotations
 
@@ -53,7 +47,13 @@ def padded(count: int, sizes: tuple[int, ...]) -> int | None:
 
 
 class Graphs:
-    """Captured work by key. See the module's docstring."""
+    """Captured work by key.
+
+    A step has hundreds of kernel launches, and launching them one by one takes longer than
+    computing them. A graph holds the launches with their memory addresses. The numbers of a step
+    are in buffers at fixed addresses, so a graph can be replayed for every step of the same size.
+    Steps are padded to a few sizes.
+    """
 
     def __init__(self, capture: Capture) -> None:
         """`capture`: records work for replay, such as `CudaCapture`."""

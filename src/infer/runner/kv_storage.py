@@ -1,14 +1,4 @@
-"""`KVStorage`: the tensors of the KV cache.
-
-Each layer has one tensor of keys and one of values, [pages, page_size, G, D]. In int8 a head has 4
-more bytes for its scale, and the attention kernel defines the order of the bytes.
-`schedule.page_allocator` decides which sequence may use which page; it and the storage share only
-the page numbers. Page 0 belongs to no sequence: padding reads and writes it. It starts as zeros, so
-that masked values are finite.
-
-Where the engine's threads have cores on several NUMA nodes, the heads of a node's slice lie in its
-memory: a tensor is then all pages of the first node's heads, then those of the next one's.
-"""
+"""`KVStorage`: the tensors of the KV cache."""
 
 from __future__ import annotations
 
@@ -40,7 +30,17 @@ _CHUNK_BYTES = 2 << 20  # a huge page
 
 
 class KVStorage:
-    """The keys and values of all layers. See the module's docstring."""
+    """The keys and values of all layers.
+
+    Each layer has one tensor of keys and one of values, [pages, page_size, G, D]. In int8 a head
+    has 4 more bytes for its scale, and the attention kernel defines the order of the bytes.
+    `schedule.page_allocator` decides which sequence may use which page; it and the storage share
+    only the page numbers. Page 0 belongs to no sequence: padding reads and writes it. It starts as
+    zeros, so that masked values are finite.
+
+    Where the engine's threads have cores on several NUMA nodes, the heads of a node's slice lie in
+    its memory: a tensor is then all pages of the first node's heads, then those of the next one's.
+    """
 
     def __init__(
         self,

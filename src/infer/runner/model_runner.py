@@ -1,21 +1,4 @@
-"""`ModelRunner`: executes a plan with a model, an attention backend and the sampler; `AheadRunner`.
-
-The steps are: pack → backend.plan → model.forward → logits of the sampled rows → sample. The engine
-core uses it on CPUs, and on GPUs where the Triton kernels cannot run. It keeps no state between
-steps except the KV storage, the packer's page tables and the parameters of plain rows, which are
-compared with each plan.
-
-`AheadRunner` works one step ahead, on CPUs. Its `launch` packs a step while the one before is being
-computed, and gives it to a thread that computes steps in order (`StepThread`). The thread looks at
-no sequence, because the scheduler changes them meanwhile: whatever the step depends on is written
-down when it is packed (`PreparedStep`). Tokens that are not known yet are filled in when the step
-begins.
-
-As with the runner for GPUs, a step with rows that need more than temperature, top-k, top-p and
-min-p, or with scores of prompts, is waited for when it is launched. The core computes steps without
-going ahead where sequences run whose rows do, where the model's layers are computed one by one and
-need the interpreter between them, and where it has been measured to be slower (`goes_ahead`).
-"""
+"""`ModelRunner`: executes a plan with a model, attention and the sampler; `AheadRunner`"""
 
 from __future__ import annotations
 
@@ -73,7 +56,13 @@ class PreparedStep:
 
 
 class ModelRunner:
-    """The runner for any device. See the module's docstring."""
+    """The runner for any device.
+
+    The steps are: pack → backend.plan → model.forward → logits of the sampled rows → sample. The
+    engine core uses it on CPUs, and on GPUs where the Triton kernels cannot run. It keeps no state
+    between steps except the KV storage, the packer's page tables and the parameters of plain rows,
+    which are compared with each plan.
+    """
 
     def __init__(
         self,
@@ -191,7 +180,19 @@ class LaunchedRow:
 
 
 class AheadRunner(ModelRunner):
-    """The runner for CPUs that works one step ahead. See the module's docstring."""
+    """The runner for CPUs that works one step ahead.
+
+    Its `launch` packs a step while the one before is being computed, and gives it to a thread that
+    computes steps in order (`StepThread`). The thread looks at no sequence, because the scheduler
+    changes them meanwhile: whatever the step depends on is written down when it is packed
+    (`PreparedStep`). Tokens that are not known yet are filled in when the step begins.
+
+    As with the runner for GPUs, a step with rows that need more than temperature, top-k, top-p and
+    min-p, or with scores of prompts, is waited for when it is launched. The core computes steps
+    without going ahead where sequences run whose rows do, where the model's layers are computed one
+    by one and need the interpreter between them, and where it has been measured to be slower
+    (`goes_ahead`).
+    """
 
     def __init__(self, parts: ModelRunner, choice: Callable[[int], bool] | None = None) -> None:
         """`parts`: the runner whose parts it has. `choice`: whether steps of so many sequences go

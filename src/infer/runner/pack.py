@@ -1,14 +1,4 @@
-"""`Packer`: converts a plan to tensors.
-
-The chunks of a step, whatever their lengths, follow one another on one token axis without padding.
-The model runner packs once per step. Only this module reads `Sequence`s to make the model's inputs
-on a CPU. Page tables stay in memory between steps, and a row is rewritten only when its pages have
-changed; cells are looked up in them for all tokens together. So the result depends on the plan
-alone, and the cost of packing does not grow with the context.
-
-A token that is not known yet is the result of a row of the step before. The step says which one
-(`PackedStep.fill`), and the packer of the step after it is told the rows.
-"""
+"""`Packer`: converts a plan to tensors."""
 
 from __future__ import annotations
 
@@ -64,7 +54,17 @@ class PackedStep:
 
 
 class Packer:
-    """Converts plans to tensors. See the module's docstring."""
+    """Converts plans to tensors.
+
+    The chunks of a step, whatever their lengths, follow one another on one token axis without
+    padding. The model runner packs once per step. Only this module reads `Sequence`s to make the
+    model's inputs on a CPU. Page tables stay in memory between steps, and a row is rewritten only
+    when its pages have changed; cells are looked up in them for all tokens together. So the result
+    depends on the plan alone, and the cost of packing does not grow with the context.
+
+    A token that is not known yet is the result of a row of the step before. The step says which one
+    (`PackedStep.fill`), and the packer of the step after it is told the rows.
+    """
 
     def __init__(self, page_size: int, device: torch.device) -> None:
         """`page_size`: number of cells of a page; `device`: of the tensors."""

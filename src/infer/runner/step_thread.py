@@ -1,9 +1,4 @@
-"""`StepThread`: a thread that computes steps in order; `HostFlight`: a step that it computes
-
-The kernels release the interpreter's lock, so the thread that gives steps schedules and packs the
-next one meanwhile. Each step begins as soon as the one before has ended. The thread is started with
-the first step. It ends with the object that uses it, or with the interpreter.
-"""
+"""`StepThread`: a thread that computes steps in order; `HostFlight`: a step that it computes"""
 
 from __future__ import annotations
 
@@ -107,7 +102,10 @@ class HostFlight:
 
 
 class StepThread:
-    """See the module's docstring."""
+    """The kernels release the interpreter's lock, so the thread that gives steps schedules and
+    packs the next one meanwhile. Each step begins as soon as the one before has ended. The thread
+    is started with the first step. It ends with the object that uses it, or with the interpreter.
+    """
 
     def __init__(self, name: str) -> None:
         """`name`: of the thread."""

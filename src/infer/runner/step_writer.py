@@ -1,10 +1,4 @@
-"""`StepWriter`: writes a plan into a step's buffer on the host.
-
-Only this module reads `Sequence`s to make the model's inputs on a GPU. The most frequent step, in
-which the same sequences decode one more token, costs the host little. The columns that depend on
-the requests are kept, positions grow by one, tokens are the results of the previous step, and cells
-come from a host copy of the page tables. Any other step is written chunk by chunk.
-"""
+"""`StepWriter`: writes a plan into a step's buffer on the host."""
 
 from __future__ import annotations
 
@@ -25,7 +19,14 @@ Host = dict[str, np.ndarray]
 
 
 class StepWriter:
-    """Writes plans into host buffers. See the module's docstring."""
+    """Writes plans into host buffers.
+
+    Only this module reads `Sequence`s to make the model's inputs on a GPU. The most frequent step,
+    in which the same sequences decode one more token, costs the host little. The columns that
+    depend on the requests are kept, positions grow by one, tokens are the results of the previous
+    step, and cells come from a host copy of the page tables. Any other step is written chunk by
+    chunk.
+    """
 
     def __init__(
         self, backend: DeviceBackend, rows: TableRows, page_size: int, vocab_size: int

@@ -1,9 +1,4 @@
-"""`Committer`: what a step changes: numbers when it is launched, tokens when it has been computed
-
-`advance` moves the numbers of a step that has been launched; its sampled tokens are then pending.
-`commit` stores the tokens, indexes full pages, decides finish reasons and gives pages back. A
-runner that works ahead has the next step scheduled and launched between the two.
-"""
+"""`Committer`: what a step changes: numbers at its launch, tokens when it has been computed"""
 
 from __future__ import annotations
 
@@ -20,7 +15,9 @@ from infer.types.step_events import ComputedChunk, Speculated
 
 
 class Committer:
-    """See the module's docstring."""
+    """`advance` moves the numbers of a step that has been launched; its sampled tokens are then
+    pending. `commit` stores the tokens, indexes full pages, decides finish reasons and gives pages
+    back. A runner that works ahead has the next step scheduled and launched between the two."""
 
     def __init__(self, state: SchedulerState, seats: Seats, speculator: Speculator | None) -> None:
         self._state, self._seats, self._speculator = state, seats, speculator

@@ -1,11 +1,4 @@
-"""`CostModel`: what steps, rows and passes of a draft model cost, and what speculation may lose
-
-All numbers are measured. The time of a step is fitted by a line over its rows (`StepTimes`), the
-time of a draft model's pass by a mean (`DraftTimes`). A line is a rough model where rows are
-computed in groups, so what proposals have cost and given is also counted (`SpeculationGain`). The
-time for what may not pay is taken from an `Allowance`, which bounds what all trials lose. The
-`Speculator` has one cost model; it knows no sequences and no tokens.
-"""
+"""`CostModel`: what steps, rows and passes of a draft model cost, and what speculation may lose"""
 
 from __future__ import annotations
 
@@ -169,7 +162,12 @@ class SpeculationGain:
 
 
 class CostModel:
-    """See the module's docstring."""
+    """All numbers are measured. The time of a step is fitted by a line over its rows (`StepTimes`),
+    the time of a draft model's pass by a mean (`DraftTimes`). A line is a rough model where rows
+    are computed in groups, so what proposals have cost and given is also counted
+    (`SpeculationGain`). The time for what may not pay is taken from an `Allowance`, which bounds
+    what all trials lose. The `Speculator` has one cost model; it knows no sequences and no tokens.
+    """
 
     def __init__(self, draft_cost: float) -> None:
         """`draft_cost`: assumed time of a draft model's pass, as a fraction of a step's."""

@@ -1,17 +1,4 @@
-"""`Drafter`: proposes tokens with a draft model, a smaller model of the same vocabulary
-
-Its keys and values have an allocator of their own, and each sequence has a second page table there.
-Nothing in it is ever missed: what the draft model has not computed of a sequence (its prompt, what
-plain steps have generated, all of it after a preemption) is computed when tokens are next wanted,
-in parts of bounded size. So the draft model costs nothing while it does not propose.
-
-Tokens are drafted for all sequences at once. The first pass computes what is missing and samples;
-each further pass computes the token sampled last. A draft is sampled with the request's own
-parameters, seed and position, as the verification samples. So drawn tokens agree as often as the
-two models' probabilities do. Which tokens are accepted never depends on how they were drafted.
-
-Used by `schedule.speculation`. It knows no tensors: the runner is injected.
-"""
+"""`Drafter`: proposes tokens with a draft model, a smaller model of the same vocabulary"""
 
 from __future__ import annotations
 
@@ -57,7 +44,20 @@ class _Draft:
 
 
 class Drafter:
-    """See the module's docstring."""
+    """The draft model's keys and values have an allocator of their own, and each sequence has a
+    second page table there. Nothing in it is ever missed: what the draft model has not computed of
+    a sequence (its prompt, what plain steps have generated, all of it after a preemption) is
+    computed when tokens are next wanted, in parts of bounded size. So the draft model costs nothing
+    while it does not propose.
+
+    Tokens are drafted for all sequences at once. The first pass computes what is missing and
+    samples; each further pass computes the token sampled last. A draft is sampled with the
+    request's own parameters, seed and position, as the verification samples. So drawn tokens agree
+    as often as the two models' probabilities do. Which tokens are accepted never depends on how
+    they were drafted.
+
+    Used by `schedule.speculation`. It knows no tensors: the runner is injected.
+    """
 
     def __init__(
         self,

@@ -1,14 +1,4 @@
-"""`FairShare`: sharing between tenants, by counting the tokens computed for each of them
-
-These are the virtual token counters of "Fairness in Serving Large Language Models" (Sheng et al.,
-2024): every token computed for a tenant is added to its counter, and the tenant with the smallest
-counter goes first. A tenant is present while it has an unfinished request. When it becomes present
-again, its counter is raised to the smallest counter of those present (less one), so absence earns
-no credit; a counter is never lowered, so a debt remains. The counter of a waiting tenant stays
-constant while the counters of those served grow, and the number of tenants is bounded by the number
-of keys; therefore every tenant is served eventually. The scheduler uses this only while several
-tenants are present; for a single tenant it changes and costs nothing.
-"""
+"""`FairShare`: sharing between tenants, by counting the tokens computed for each of them"""
 
 from __future__ import annotations
 
@@ -20,7 +10,15 @@ from infer.schedule.sequence import Sequence, TenantShare
 
 
 class FairShare:
-    """See the module's docstring."""
+    """It has the virtual token counters of "Fairness in Serving Large Language Models" (Sheng et
+    al., 2024): every token computed for a tenant is added to its counter, and the tenant with the
+    smallest counter goes first. A tenant is present while it has an unfinished request. When it
+    becomes present again, its counter is raised to the smallest counter of those present (less
+    one), so absence earns no credit; a counter is never lowered, so a debt remains. The counter of
+    a waiting tenant stays constant while the counters of those served grow, and the number of
+    tenants is bounded by the number of keys; therefore every tenant is served eventually. The
+    scheduler uses this only while several tenants are present; for a single tenant it changes and
+    costs nothing."""
 
     def __init__(self) -> None:
         self.shares: dict[str, TenantShare] = {}

@@ -1,13 +1,4 @@
-"""`IndexChanges`: which pages enter and leave a prefix index, as hashes that others can compute
-
-A page's hash is made of the hash of the page before it and its tokens, so it stands for all tokens
-up to its end. The first page follows a root: that of the cache scope, or the one of public tokens.
-After the last public page there is a root again, made of the scope and of that page. So the hashes
-of two scopes have nothing in common, as their pages have not (`schedule.page_allocator`).
-
-Changes are collected until they are taken, `MAX_PAGES` at a time. Whoever reads them compares a
-digest of all hashes, and asks for the whole index again where it differs.
-"""
+"""`IndexChanges`: which pages enter and leave a prefix index, as hashes that others can compute"""
 
 from __future__ import annotations
 
@@ -60,7 +51,16 @@ def chain(
 
 
 class IndexChanges:
-    """See the module's docstring. The page allocator calls it; a page is known by its node."""
+    """A page's hash is made of the hash of the page before it and its tokens, so it stands for all
+    tokens up to its end. The first page follows a root: that of the cache scope, or the one of
+    public tokens. After the last public page there is a root again, made of the scope and of that
+    page. So the hashes of two scopes have nothing in common, as their pages have not
+    (`schedule.page_allocator`).
+
+    Changes are collected until they are taken, `MAX_PAGES` at a time. Whoever reads them compares a
+    digest of all hashes, and asks for the whole index again where it differs. The page allocator
+    calls it; a page is known by its node.
+    """
 
     def __init__(
         self,

@@ -1,36 +1,4 @@
-"""`PageAllocator`: which sequence uses which page of the KV cache, and the prefix index over pages
-
-It owns page numbers, reference counts, the free list and the prefix index. The tensors behind the
-numbers belong to `runner.kv_storage`. Called by the scheduler only. `check()` verifies these rules:
-
-1. `refs[p]` is the number of page tables that contain page p; p is on the free list exactly when
-   `refs[p]` is 0. Page 0 takes the writes of padding and is never handed out.
-2. A page is indexed only when it is full and computed. An indexed page is never written again; a
-   page that is not full has one owner. Hence there is no copy-on-write.
-3. The index key is (node of the parent page, the tokens in the page), under one root per cache
-   scope, compared exactly. A node is a number that a page gets when it is indexed and that is never
-   reused, so an entry cannot be reached through a parent that was evicted and replaced. Pages of
-   public tokens have a root of their own; the pages after them belong to a scope again.
-4. When a page fills up and its key is already indexed, the table takes the indexed page and gives
-   its own back. Tables are released from the last page to the first, so a parent page is never
-   taken from the free list before its child.
-5. `match` and `adopt` leave at least one token to compute, because the next token is sampled from
-   its result. `adopt` lets a running sequence use pages that others have computed since it began.
-
-6. A free page is blank (written before, nothing to find in it), cached (indexed) or untouched: it
-   takes no memory, because it was never handed out or its memory was given back.
-
-A cached page keeps its index entry until it is handed out again. The prefix cache is therefore the
-set of cached pages.
-
-Which page is handed out. Blank ones first. Up to a low-water mark of touched pages, untouched ones
-come next, then the cached page that has been free longest. Above the mark a cached page goes first,
-so one user at a time does not touch the whole pool. The mark rises by what was missed: where
-`match` does not find a prefix because its pages were handed out again, it rises by those pages, and
-so there is memory for them the next time. Nobody may touch more than `limit` pages.
-
-`take_back` chooses the pages whose memory the caller gives back to the system.
-"""
+"""`PageAllocator`: which sequence uses which page of the KV cache, and the index of prefixes"""
 
 from __future__ import annotations
 
@@ -81,7 +49,34 @@ class AllocatorState(NamedTuple):
 
 
 class PageAllocator:
-    """See the module's docstring. Not thread-safe: the engine core is single-threaded."""
+    """It owns page numbers, reference counts, the free list and the prefix index. The tensors
+    behind the numbers belong to `runner.kv_storage`. Called by the scheduler only. Not thread-safe:
+    the engine core is single-threaded. `check()` verifies these rules:
+
+    1. `refs[p]` is the number of page tables that contain page p; p is on the free list exactly
+       when `refs[p]` is 0. Page 0 takes the writes of padding and is never handed out.
+    2. A page is indexed only when it is full and computed. An indexed page is never written again;
+       a page that is not full has one owner. Hence there is no copy-on-write.
+    3. The index key is (node of the parent page, the tokens in the page), under one root per cache
+       scope, compared exactly. A node is a number that a page gets when it is indexed and that is
+       never reused, so an entry cannot be reached through a parent that was evicted and replaced.
+       Pages of public tokens have a root of their own; the pages after them belong to a scope
+       again.
+    4. When a page fills up and its key is already indexed, the table takes the indexed page and
+       gives its own back. Tables are released from the last page to the first, so a parent page is
+       never taken from the free list before its child.
+    5. `match` and `adopt` leave at least one token to compute, because the next token is sampled
+       from its result. `adopt` lets a running sequence use pages that others have computed since it
+       began.
+    6. A free page is blank (written before, nothing to find in it), cached (indexed) or untouched:
+       it takes no memory, because it was never handed out or its memory was given back.
+
+    A cached page keeps its index entry until it is handed out again. The prefix cache is therefore
+    the set of cached pages.
+
+    `take_back` chooses the pages whose memory the caller gives back to the system. `_take` says
+    which page is handed out.
+    """
 
     def __init__(
         self,
@@ -93,7 +88,7 @@ class PageAllocator:
         low_water: int | None = None,
     ) -> None:
         """`num_pages` counts page 0, which is never handed out; `page_size` is in tokens.
-        `low_water`: number of pages, see the module's docstring; None: all.
+        `low_water`: number of touched pages, see `_take`; None: all.
 
         `keeps_computed`: whether keys and values are kept after a token has been sampled. If not,
         every token is sampled from a chunk of the whole sequence, so a step must have room for the
@@ -228,7 +223,15 @@ class PageAllocator:
         return True
 
     def _take(self) -> int:
-        """A page to hand out; see the module's docstring for which one."""
+        """A page to hand out.
+
+        Blank ones first. Up to a low-water mark of touched pages, untouched ones come next, then
+        the cached page that has been free longest. Above the mark a cached page goes first, so one
+        user at a time does not touch the whole pool. The mark rises by what was missed: where
+        `match` does not find a prefix because its pages were handed out again, it rises by those
+        pages, and so there is memory for them the next time. Nobody may touch more than `limit`
+        pages.
+        """
         if self._blank:
             return self._blank.popitem()[0]
         num_touched = self.num_touched

@@ -1,23 +1,4 @@
-"""`Scheduler`: which sequences move forward in the next step, and by how many tokens
-
-A step distributes three resources in three passes. Pages belong to the allocator: a running
-sequence that needs one more page may preempt those behind it. Seats are places in the batch; the
-admission decides how many waiting sequences get one, and a sequence takes it only if the pages for
-all its tokens are free. Tokens come from the step's budget and are offered in the policy's order.
-
-Four parts do it: `WaitingQueue` has the requests without a seat, `Seats` the batch and its pages,
-`StepPlanner` hands out the tokens, and `Committer` stores what a step has computed.
-
-Liveness. Sequences are totally ordered by rank, and only finitely many ever go before a given one
-(`Sequence.rank`). `add` refuses a request whose maximum length does not fit the whole pool. The
-first in rank of the running sequences can preempt all others, so it always gets its pages, and no
-running sequence is passed over for long (`StepPlanner`). So it finishes. Its seat and pages
-then go to the first in rank of those that wait, because admission never skips a sequence. So every
-sequence is served eventually. Between tenants, `schedule.fair_share` decides about seats and tokens
-by the number of tokens that each tenant has been given.
-
-Called by `engine.core` only. It knows no tensors, no text and no threads; its clock is injected.
-"""
+"""`Scheduler`: which sequences move forward in the next step, and by how many tokens"""
 
 from __future__ import annotations
 
@@ -41,7 +22,26 @@ from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 
 
 class Scheduler:
-    """See the module's docstring."""
+    """A step distributes three resources in three passes. Pages belong to the allocator: a running
+    sequence that needs one more page may preempt those behind it. Seats are places in the batch;
+    the admission decides how many waiting sequences get one, and a sequence takes it only if the
+    pages for all its tokens are free. Tokens come from the step's budget and are offered in the
+    policy's order.
+
+    Four parts do it: `WaitingQueue` has the requests without a seat, `Seats` the batch and its
+    pages, `StepPlanner` hands out the tokens, and `Committer` stores what a step has computed.
+
+    Liveness. Sequences are totally ordered by rank, and only finitely many ever go before a given
+    one (`Sequence.rank`). `add` refuses a request whose maximum length does not fit the whole pool.
+    The first in rank of the running sequences can preempt all others, so it always gets its pages,
+    and no running sequence is passed over for long (`StepPlanner`). So it finishes. Its seat and
+    pages then go to the first in rank of those that wait, because admission never skips a sequence.
+    So every sequence is served eventually. Between tenants, `schedule.fair_share` decides about
+    seats and tokens by the number of tokens that each tenant has been given.
+
+    Called by `engine.core` only. It knows no tensors, no text and no threads; its clock is
+    injected.
+    """
 
     def __init__(
         self,

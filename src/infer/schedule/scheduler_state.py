@@ -1,7 +1,4 @@
-"""`SchedulerState`: what the parts of the scheduler have in common
-
-Each part changes its own: `WaitingQueue`, `Seats`, `StepPlanner` and `Committer`.
-"""
+"""`SchedulerState`: what the parts of the scheduler have in common"""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from infer.types.step_events import StepEvent
 
 @dataclass(slots=True, eq=False)
 class SchedulerState:
-    """See the module's docstring."""
+    """Each part changes its own: `WaitingQueue`, `Seats`, `StepPlanner` and `Committer`."""
 
     config: SchedulerConfig
     allocator: PageAllocator

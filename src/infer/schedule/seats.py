@@ -1,10 +1,4 @@
-"""`Seats`: the sequences of the batch and their pages
-
-A seat is a place in the batch. Its sequence runs, or has lost its pages and waits for them to be
-free again. The admission decides who gets a seat; pages belong to the allocator. Pages are handed
-out in order of rank: a sequence that needs one more may preempt those behind it. Used by the
-scheduler and its parts.
-"""
+"""`Seats`: the sequences of the batch and their pages"""
 
 from __future__ import annotations
 
@@ -21,7 +15,10 @@ from infer.types.step_events import Admitted, Preempted
 
 
 class Seats:
-    """See the module's docstring. It is the `Room` that an admission fills."""
+    """A seat is a place in the batch. Its sequence runs, or has lost its pages and waits for them
+    to be free again. The admission decides who gets a seat; pages belong to the allocator. Pages
+    are handed out in order of rank: a sequence that needs one more may preempt those behind it.
+    Used by the scheduler and its parts. It is the `Room` that an admission fills."""
 
     def __init__(
         self, state: SchedulerState, queue: WaitingQueue, forget: Callable[[Sequence], None]

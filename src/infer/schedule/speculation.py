@@ -1,22 +1,4 @@
-"""`Speculator`: which tokens are proposed for a sequence, so that one step can compute several
-
-A proposal is a guess of the tokens that follow. A step computes them behind the sequence's last
-token, and the runner keeps those that it would have sampled one by one. So a proposal never changes
-a token; it only changes how many a step gives. Proposals are the tokens that have followed the same
-few tokens before (`NgramIndex`; Saxena 2023, "prompt lookup decoding"), those of a text that the
-caller expects (`Prediction`), or those of a smaller model (`Drafter`; Leviathan et al. 2023,
-"Fast inference from transformers via speculative decoding").
-
-Proposals are made where they pay, as `schedule.cost_model` says. The j-th proposed token of a
-sequence is accepted with a probability of about p^j, where p is measured per sequence. It is
-proposed if it gives more tokens per second than the step gives without it. A sequence whose
-proposals do not pay is tried again after a pause, which doubles each time. There are no proposals
-while they have lost too much.
-
-A draft model's passes cost time, too, and are made for all sequences at once. So the numbers of
-drafted tokens are decided for a step as a whole (`draft_counts`): another pass is made if it gives
-more tokens per second than the step gives without it.
-"""
+"""`Speculator`: which tokens are proposed for a sequence, so that one step can compute several"""
 
 from __future__ import annotations
 
@@ -50,7 +32,24 @@ def _nothing(sequence: Sequence, proposed: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Speculator:
-    """See the module's docstring. The scheduler has one if the settings ask for speculation."""
+    """A proposal is a guess of the tokens that follow. A step computes them behind the sequence's
+    last token, and the runner keeps those that it would have sampled one by one. So a proposal
+    never changes a token; it only changes how many a step gives. Proposals are the tokens that have
+    followed the same few tokens before (`NgramIndex`; Saxena 2023, "prompt lookup decoding"), those
+    of a text that the caller expects (`Prediction`), or those of a smaller model (`Drafter`;
+    Leviathan et al. 2023, "Fast inference from transformers via speculative decoding").
+
+    Proposals are made where they pay, as `schedule.cost_model` says. The j-th proposed token of a
+    sequence is accepted with a probability of about p^j, where p is measured per sequence. It is
+    proposed if it gives more tokens per second than the step gives without it. A sequence whose
+    proposals do not pay is tried again after a pause, which doubles each time. There are no
+    proposals while they have lost too much.
+
+    A draft model's passes cost time, too, and are made for all sequences at once. So the numbers of
+    drafted tokens are decided for a step as a whole (`draft_counts`): another pass is made if it
+    gives more tokens per second than the step gives without it. The scheduler has one if the
+    settings ask for speculation.
+    """
 
     def __init__(
         self,

@@ -1,15 +1,4 @@
-"""`StaticBatches`: the batches of static mode: their requests, ids, waits and padding
-
-In the order `prompt_length` a batch has requests whose prompts are similarly long, so that padding
-it would cost little. A request is put at most one batch behind its turn for this. Its turn is the
-batch that it would have if the same numbers of requests were taken at the same times in order of
-rank. A request whose turn has passed is owed a seat in the next batch. The other seats of a batch
-are given so that this batch and the next, which must have all requests whose turn passes now, have
-the least padding together. At most as many requests are owed a seat as the batch before had. So all
-of them are in the next batch, unless the free pages suffice for fewer requests than before.
-
-The scheduler uses one object of this class in static mode.
-"""
+"""`StaticBatches`: the batches of static mode: their requests, ids, waits and padding"""
 
 from __future__ import annotations
 
@@ -30,7 +19,8 @@ Rank = tuple[int, int]
 
 
 class StaticBatches:
-    """See the module's docstring."""
+    """The scheduler has one in static mode. Which requests a batch has in the order `prompt_length`
+    is decided by `similar`."""
 
     def __init__(self, order: str, started_s: float) -> None:
         """`order`: see `EngineConfig.static_order`. `started_s`: the present time on the
@@ -118,7 +108,15 @@ class StaticBatches:
 
 
 def similar(lengths: Seq[int], owed: Seq[int], due: Seq[int], num_seats: int) -> list[int]:
-    """The indices of a batch of `num_seats` sequences; see the module's docstring.
+    """The indices of a batch of `num_seats` sequences whose prompts are similarly long.
+
+    Padding such a batch would cost little. A request is put at most one batch behind its turn for
+    this. Its turn is the batch that it would have if the same numbers of requests were taken at the
+    same times in order of rank. A request whose turn has passed is owed a seat in the next batch.
+    The other seats are given so that this batch and the next, which must have all requests whose
+    turn passes now, have the least padding together. At most as many requests are owed a seat as
+    the batch before had. So all of them are in the next batch, unless the free pages suffice for
+    fewer requests than before.
 
     `lengths` [tokens] are those of the sequences in order of rank, of which there are more than
     seats. `owed` are the indices of those that are owed a seat, `due` of those whose turn is now.

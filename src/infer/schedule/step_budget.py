@@ -1,14 +1,4 @@
-"""`StepBudget`: how many prompt tokens a step with streams may compute, learned from step times
-
-The assumption about the machine: with the same streams, the time(n) of a step with n prompt tokens
-never decreases with n, and time(n) / n never increases (a step reads the weights and decodes the
-streams anyway). So if n tokens took t, n · T / t tokens take at most the bound T. A limit scaled by
-T / t after each step therefore rises to the right value without exceeding it, and falls at once
-when a step took too long. The cost of a token grows with the context it attends to, at most in
-proportion. There is one limit for each power of two of context; the first guess for a new one is
-half the limit of the power below. The scheduler uses this if `max_step_ms` is set. It has no clock:
-`record` gets the time that a step took.
-"""
+"""`StepBudget`: how many prompt tokens a step with streams may compute, learned from step times"""
 
 from __future__ import annotations
 
@@ -28,7 +18,14 @@ small part of the cost there"""
 
 
 class StepBudget:
-    """See the module's docstring."""
+    """The assumption about the machine: with the same streams, the time(n) of a step with n prompt
+    tokens never decreases with n, and time(n) / n never increases (a step reads the weights and
+    decodes the streams anyway). So if n tokens took t, n · T / t tokens take at most the bound T. A
+    limit scaled by T / t after each step therefore rises to the right value without exceeding it,
+    and falls at once when a step took too long. The cost of a token grows with the context it
+    attends to, at most in proportion. There is one limit for each power of two of context; the
+    first guess for a new one is half the limit of the power below. The scheduler uses this if
+    `max_step_ms` is set. It has no clock: `record` gets the time that a step took."""
 
     def __init__(self, max_step_ms: float) -> None:
         self.max_step_ms = max_step_ms

@@ -1,14 +1,4 @@
-"""`StepPlanner`: how many tokens of which running sequence the next step computes
-
-First one token for each sequence that was passed over too long, then by the policy.
-
-If several sequences have the same next page, one computes it and the others wait until it is in the
-index. They wait only for a sequence that computes the page in this very step; if that one ends,
-another takes its place at once. Such a wait counts as a turn, because it makes progress. A sequence
-that has had no turn for `MAX_IDLE_STEPS` is owed a token. Owed tokens are given first, in order of
-the last turn, at least one per step. So with S seats every sequence gets a turn within
-`MAX_IDLE_STEPS` + S steps, whatever the policy and the budget. Used by the scheduler.
-"""
+"""`StepPlanner`: how many tokens of which running sequence the next step computes"""
 
 from __future__ import annotations
 
@@ -34,7 +24,17 @@ _last_turn = attrgetter("last_turn")
 
 
 class StepPlanner:
-    """See the module's docstring."""
+    """Each sequence that was passed over too long gets one token first; the policy gives the
+    others.
+
+    If several sequences have the same next page, one computes it and the others wait until it is in
+    the index. They wait only for a sequence that computes the page in this very step; if that one
+    ends, another takes its place at once. Such a wait counts as a turn, because it makes progress.
+    A sequence that has had no turn for `MAX_IDLE_STEPS` is owed a token. Owed tokens are given
+    first, in order of the last turn, at least one per step. So with S seats every sequence gets a
+    turn within `MAX_IDLE_STEPS` + S steps, whatever the policy and the budget. Used by the
+    scheduler.
+    """
 
     def __init__(self, state: SchedulerState, seats: Seats, step_budget: StepBudget | None) -> None:
         """`step_budget`: how many prompt tokens a step with streams has; None: no bound."""

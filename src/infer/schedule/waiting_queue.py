@@ -1,9 +1,4 @@
-"""`WaitingQueue`: the requests without a seat, in order of rank, and who may join them
-
-A request is refused at once if it could never be served, or if the queue is full, in requests or in
-prompt tokens. Requests for which seats are free do not count as waiting: the caller says how many
-seats are free. Used by the scheduler and its `Seats`.
-"""
+"""`WaitingQueue`: the requests without a seat, in order of rank, and who may join them"""
 
 from __future__ import annotations
 
@@ -24,7 +19,9 @@ rank_of = attrgetter("rank")
 
 
 class WaitingQueue:
-    """See the module's docstring."""
+    """A request is refused at once if it could never be served, or if the queue is full, in
+    requests or in prompt tokens. Requests for which seats are free do not count as waiting: the
+    caller says how many seats are free. Used by the scheduler and its `Seats`."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state

@@ -15,7 +15,7 @@ W = TypeVar("W", bound=Body)
 
 
 class BodyReader:
-    """See the module's docstring."""
+    """It has one model's name; a large body is read in a thread."""
 
     def __init__(self, offload: Offload, model_name: str) -> None:
         self._offload = offload

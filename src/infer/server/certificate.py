@@ -1,8 +1,4 @@
-"""`Certificate`: the certificate of a server, which may be replaced while it serves
-
-New connections have the newest one that could be used; open ones keep theirs. Files are looked at
-now and then and at HUP. Where the new ones cannot be used, the certificate before stays.
-"""
+"""`Certificate`: the certificate of a server, which may be replaced while it serves"""
 
 from __future__ import annotations
 
@@ -34,7 +30,9 @@ _FORMS = {_UTC_TIME: "%y%m%d%H%M%SZ", _GENERALIZED_TIME: "%Y%m%d%H%M%SZ"}
 
 
 class Certificate:
-    """See the module's docstring."""
+    """New connections have the newest one that could be used; open ones keep theirs. Files are
+    looked at now and then and at HUP. Where the new ones cannot be used, the certificate before
+    stays."""
 
     def __init__(self, settings: ServerSettings) -> None:
         """Raises `ConfigError` if it cannot be used."""

@@ -1,10 +1,4 @@
-"""`Comparisons`: the batching modes beside one another, computed by a process of its own.
-
-The process (`infer.bench.comparison`) has the lowest priority and loads the model that ships. A key
-has one at a time. Two run, never both of one key; those of further keys wait for their turn. None
-begins while requests wait, and it ends with its client or after `MAX_S`. What the process writes,
-one JSON object or events, goes to the client as it is.
-"""
+"""`Comparisons`: the batching modes beside one another, computed by a process of its own."""
 
 from __future__ import annotations
 
@@ -54,7 +48,11 @@ class ComparisonBody(Body):
 
 
 class Comparisons:
-    """See the module's docstring. Lives on the event loop."""
+    """The process (`infer.bench.comparison`) has the lowest priority and loads the model that
+    ships. A key has one at a time. Two run, never both of one key; those of further keys wait for
+    their turn. None begins while requests wait, and it ends with its client or after `MAX_S`. What
+    the process writes, one JSON object or events, goes to the client as it is. Lives on the event
+    loop."""
 
     def __init__(
         self, engine: AsyncLLM, max_s: float = MAX_S, command: Sequence[str] = COMMAND

@@ -1,8 +1,4 @@
-"""`DistantReader`: reads an answer that another front keeps, by asking that front again and again
-
-A front asks as often as there is something new, and less often while there is not. What a question
-gets is bounded (`KeptAnswer.piece`), and so is the number of questions (`server.fronts`).
-"""
+"""`DistantReader`: reads an answer that another front keeps, by asking it again and again"""
 
 from __future__ import annotations
 
@@ -27,7 +23,9 @@ LOST = b": the front that has this answer does not answer\n\n"
 
 
 class DistantReader:
-    """See the module's docstring. A `Reader`."""
+    """A front asks as often as there is something new, and less often while there is not. What a
+    question gets is bounded (`KeptAnswer.piece`), and so is the number of questions
+    (`server.fronts`). A `Reader`."""
 
     def __init__(self, first: KeptPiece, more: Callable[[KeptPiece], Awaitable[KeptPiece]]) -> None:
         """`first`: what there is already. `more` asks for what comes behind a piece."""

@@ -1,15 +1,4 @@
-"""`EarlyListener`: answers at the server's address from the start of its process until it serves
-
-Importing the server takes a second and loading a model up to minutes. Meanwhile a thread listens:
-`/health/live` is 200, `/health/ready` and `/health` are 503 and name what is being loaded, and
-everything else is a 503 that may be asked again. Each answer is the last of its connection. Then
-the socket is handed over, with the connections that have sent nothing yet; those that have are
-answered here. What waits to be accepted stays in the system's queue, so nobody is refused.
-
-A client cannot cost more than one of the server can: the same `Connections` give places, heads have
-the same size and the same time, refusals the same log lines, hosts the same rules. The standard
-library only, besides our own small modules, because this comes before all other imports.
-"""
+"""`EarlyListener`: answers at the server's address from the start of its process until it serves"""
 
 from __future__ import annotations
 
@@ -269,7 +258,18 @@ class EarlyConnection:
 
 
 class EarlyListener:
-    """See the module's docstring."""
+    """Importing the server takes a second and loading a model up to minutes. Meanwhile a thread
+    listens: `/health/live` is 200, `/health/ready` and `/health` are 503 and name what is being
+    loaded, and everything else is a 503 that may be asked again. Each answer is the last of its
+    connection. Then the socket is handed over, with the connections that have sent nothing yet;
+    those that have are answered here. What waits to be accepted stays in the system's queue, so
+    nobody is refused.
+
+    A client cannot cost more than one of the server can: the same `Connections` give places, heads
+    have the same size and the same time, refusals the same log lines, hosts the same rules. The
+    standard library only, besides our own small modules, because this comes before all other
+    imports.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,4 @@
-"""`EarlyStream`: a stream that begins before its answer does, as its model has yet to be loaded
-
-While it waits, comments tell clients and proxies that it lives. So its status is 200 already when
-the answer begins; if that is an error, it becomes the last event.
-"""
+"""`EarlyStream`: a stream that begins before its answer does, as its model has yet to be loaded"""
 
 from __future__ import annotations
 
@@ -13,7 +9,9 @@ from infer.server.openai.streaming import STREAM_HEADERS
 
 
 class EarlyStream:
-    """See the module's docstring. It is the `send` of the app that answers."""
+    """While it waits, comments tell clients and proxies that it lives. So its status is 200 already
+    when the answer begins; if that is an error, it becomes the last event. It is the `send` of the
+    app that answers."""
 
     def __init__(self, send: Send, request_id: str, *, is_anthropic: bool) -> None:
         self._send = send

@@ -1,8 +1,4 @@
-"""`FrontExchange`: what all fronts of the same engines share: the limits of keys, and questions
-
-It is where they can reach it: in the process that has started them (`server.front_keeper`), or in
-an actor of Ray (`cluster.shared_fronts`).
-"""
+"""`FrontExchange`: what all fronts of the same engines share: the limits of keys, and questions"""
 
 from __future__ import annotations
 
@@ -12,7 +8,9 @@ from infer.server.tenancy.limit_messages import decode_sync, encode
 
 
 class FrontExchange:
-    """See the module's docstring. Lives on an event loop. A `Relay`."""
+    """It is where all fronts can reach it: in the process that has started them
+    (`server.front_keeper`), or in an actor of Ray (`cluster.shared_fronts`). Lives on an event
+    loop. A `Relay`."""
 
     def __init__(self, num_fronts: int) -> None:
         """`num_fronts`: fronts that there are to be."""

@@ -1,15 +1,4 @@
-"""`FrontKeeper`: `infer serve --fronts N`: has the engines, and N processes that answer HTTP
-
-The fronts (`server.front_process`) listen at one address, each with a socket of its own, and the
-system gives each new connection to one of them (SO_REUSEPORT). This process answers no requests. It
-has the engines' processes (`ReplicaHost`: each front has a link to each engine), what the fronts
-share (`FrontExchange`), the sockets, and the signals.
-
-A front that dies takes its connections with it. Another one is started in its place, at the same
-socket; until that serves, what comes to the socket is accepted here and given to the others, so
-nobody is refused. A front whose event loop stands still is ended and replaced. Where this process
-dies, the system ends all others with it.
-"""
+"""`FrontKeeper`: `infer serve --fronts N`: has the engines, and N processes that answer HTTP"""
 
 from __future__ import annotations
 
@@ -120,7 +109,16 @@ def run_fronts(
 
 
 class FrontKeeper:
-    """See the module's docstring. Lives on the event loop of `run`."""
+    """The fronts (`server.front_process`) listen at one address, each with a socket of its own, and
+    the system gives each new connection to one of them (SO_REUSEPORT). This process answers no
+    requests. It has the engines' processes (`ReplicaHost`: each front has a link to each engine),
+    what the fronts share (`FrontExchange`), the sockets, and the signals.
+
+    A front that dies takes its connections with it. Another one is started in its place, at the
+    same socket; until that serves, what comes to the socket is accepted here and given to the
+    others, so nobody is refused. A front whose event loop stands still is ended and replaced. Where
+    this process dies, the system ends all others with it. Lives on the event loop of `run`.
+    """
 
     def __init__(
         self,

@@ -1,11 +1,4 @@
-"""A front: one of several processes that answer HTTP at the same port, over engines that others use
-
-`python -m infer.server.front_process PARENT CONTROL HANDED SOCK PROBES LINK...` is started by
-`server.front_keeper` with descriptors: of what the two say to each other, of connections that it is
-given, of the socket where it listens and of that for probes (or -1), and of a link to each engine.
-It is a server as `infer serve` is one, over a fleet of links. It ignores the signals that a
-terminal or process manager sends to all processes: the one that has started it says when it ends.
-"""
+"""A front: one of several processes that answer HTTP at the same port, over shared engines"""
 
 from __future__ import annotations
 
@@ -148,8 +141,10 @@ class FrontParent:
 
 
 class FrontServer(Server):
-    """See the module's docstring: a server that another process starts, ends, and gives
-    connections that have come where no front is."""
+    """A server as `infer serve` is one, over a fleet of links. Another process starts and ends it,
+    and gives it connections that have come where no front is. It ignores the signals that a
+    terminal or process manager sends to all processes: the one that has started it says when it
+    ends."""
 
     def __init__(
         self,
@@ -290,7 +285,13 @@ def _server(
 
 
 def main(parent: int, control_number: int, handed_number: int, *numbers: int) -> int:
-    """Run a front; returns the exit code of the process. See the module's docstring."""
+    """Run a front; returns the exit code of the process.
+
+    `python -m infer.server.front_process PARENT CONTROL HANDED SOCK PROBES LINK...` is started by
+    `server.front_keeper` with descriptors: of what the two say to each other, of connections that
+    it is given, of the socket where it listens and of that for probes (or -1), and of a link to
+    each engine.
+    """
     leave_signals_to_parent()
     answer_users()
     end_with(parent)

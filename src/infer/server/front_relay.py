@@ -1,10 +1,4 @@
-"""`FrontRelay`: brings the questions of each front to all others; `RelayedPeers`: a front's side
-
-Nothing can call a front from outside, so each waits for questions at one place that all know: the
-process that has started them, or an actor of Ray. A front that has not come for the next question
-for `FORGET_S` has gone; before that it is named as missing. The relay holds nothing that must
-survive it.
-"""
+"""`FrontRelay`: brings the questions of each front to all others; `RelayedPeers`: a front's side"""
 
 from __future__ import annotations
 
@@ -59,7 +53,10 @@ class _Known:
 
 
 class FrontRelay:
-    """See the module's docstring. Lives on an event loop. A `Relay`."""
+    """Nothing can call a front from outside, so each waits for questions at one place that all
+    know: the process that has started them, or an actor of Ray. A front that has not come for the
+    next question for `FORGET_S` has gone; before that it is named as missing. The relay holds
+    nothing that must survive it. Lives on an event loop. A `Relay`."""
 
     def __init__(self) -> None:
         self._fronts: dict[str, _Known] = {}

@@ -1,10 +1,4 @@
-"""`SeveralFronts`: a server as one of several in front of the same engines; `FrontQueries`
-
-Each server (front) has the traces and metrics of its own requests only. The id of a request begins
-with the tag of its front, so a question about one request goes to one front; lists and metrics are
-those of all. A front that is asked answers for itself alone and asks nobody. What the caller may
-see was decided by the front that authenticated it, and is part of the question.
-"""
+"""`SeveralFronts`: a server as one of several in front of the same engines; `FrontQueries`"""
 
 from __future__ import annotations
 
@@ -96,7 +90,11 @@ class Peers(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SeveralFronts:
-    """See the module's docstring."""
+    """Each server (front) has the traces and metrics of its own requests only. The id of a request
+    begins with the tag of its front, so a question about one request goes to one front; lists and
+    metrics are those of all. A front that is asked answers for itself alone and asks nobody. What
+    the caller may see was decided by the front that authenticated it, and is part of the question.
+    """
 
     name: str
     """name of this front, such as `front-0a1b2c3d`, unique to its process"""

@@ -1,10 +1,4 @@
-"""`GenerationCall`: one HTTP request that generates, from its body to its answer, in one pipeline.
-
-`respond` is its table of contents. Every refusal comes before `_begin`, and costs nobody a place.
-`_admit` counts the choices and holds their places, which are free again only when nobody needs them
-any more: `_begin` hands them over, to the trace and to the engine's streams. It is no coroutine, so
-nothing else can happen on the event loop while a choice is counted in neither place or in both.
-"""
+"""`GenerationCall`: one HTTP request that generates, from its body to its answer, in a pipeline"""
 
 from __future__ import annotations
 
@@ -106,7 +100,9 @@ def conversation_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
 
 
 class GenerationCall(Generic[B]):
-    """See the module's docstring."""
+    """`respond` is its table of contents. Every refusal comes before `_begin`, and costs nobody a
+    place. `_admit` counts the choices and holds their places, which are free again only when nobody
+    needs them any more: `_begin` hands them over, to the trace and to the engine's streams."""
 
     def __init__(
         self, pipeline: GenerationPipeline, api: GeneratingApi[B], http: HttpRequest
@@ -195,7 +191,8 @@ class GenerationCall(Generic[B]):
     def _begin(
         self, wire: B, prepared: Prepared, places: Places, grant: Grant
     ) -> list[RequestStream]:
-        """Hand the places over. No coroutine: see the module's docstring."""
+        """Hand the places over. It is no coroutine, so nothing else can happen on the event loop
+        while a choice is counted in neither place or in both."""
         places.reservation.check(prepared.requests)
         key_id, cleanup = self._tenant.key.id, self._context.cleanup
         self._pipeline.grammars.enter(key_id, prepared.requests, cleanup)

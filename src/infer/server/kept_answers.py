@@ -1,11 +1,4 @@
-"""`KeptAnswers`: the events of answers that outlive their connection, with a number for each
-
-A client that asks for it (`KEEP_HEADER`) may read its answer again from any event on, while it is
-written and for some time after its end. What is kept has a limit of bytes for each key and one for
-all. The oldest answer that has ended goes first, then the beginning of the longest that runs. An
-answer is written as fast as the engine makes it, whoever reads it, and a reader takes what there is
-at once, up to `MAX_TAKEN_BYTES`. What only says that a stream lives has no number and is not kept.
-"""
+"""`KeptAnswers`: the events of answers that outlive their connection, with a number for each"""
 
 from __future__ import annotations
 
@@ -247,7 +240,12 @@ class _Owned:
 
 
 class KeptAnswers:
-    """See the module's docstring. Lives on the event loop. Answers have the ids of contexts."""
+    """A client that asks for it (`KEEP_HEADER`) may read its answer again from any event on, while
+    it is written and for some time after its end. What is kept has a limit of bytes for each key
+    and one for all. The oldest answer that has ended goes first, then the beginning of the longest
+    that runs. An answer is written as fast as the engine makes it, whoever reads it, and a reader
+    takes what there is at once, up to `MAX_TAKEN_BYTES`. What only says that a stream lives has no
+    number and is not kept. Lives on the event loop. Answers have the ids of contexts."""
 
     def __init__(self, keep_s: float, limits: ServerLimits = SERVER_LIMITS) -> None:
         """`keep_s`: seconds for which an answer is kept after its end; 0: none is ever kept."""

@@ -1,10 +1,4 @@
-"""`LoadedModels`: which models a server has, and which of them are loaded
-
-Engines are loaded one at a time, at the start, for their first request or when somebody asks for
-it, and unloaded when they are idle, when somebody asks for that, or, the one that was used least
-recently first, to make room for another one. A model in use is never unloaded for another.
-`multi_model.ModelRouter` answers requests with them.
-"""
+"""`LoadedModels`: which models a server has, and which of them are loaded"""
 
 from __future__ import annotations
 
@@ -130,7 +124,11 @@ class _Loader:
 
 
 class LoadedModels:
-    """See the module's docstring. Lives on the event loop once it has begun."""
+    """Engines are loaded one at a time, at the start, for their first request or when somebody asks
+    for it, and unloaded when they are idle, when somebody asks for that, or, the one that was used
+    least recently first, to make room for another one. A model in use is never unloaded for
+    another. `multi_model.ModelRouter` answers requests with them. Lives on the event loop once it
+    has begun."""
 
     def __init__(
         self,

@@ -1,9 +1,4 @@
-"""`ModelEndpoints`: the endpoints about one model that do not generate, and what describes them all
-
-Those that ask the tokenizer have vLLM's formats, because load generators and evaluation harnesses
-use them in place of a tokenizer of their own. So control tokens written in a text are control
-tokens there, other than in a prompt.
-"""
+"""`ModelEndpoints`: the endpoints about one model that do not generate, and their schema"""
 
 from __future__ import annotations
 
@@ -40,7 +35,9 @@ _BYTES_AN_ID = 8
 
 
 class ModelEndpoints:
-    """See the module's docstring."""
+    """Endpoints that ask the tokenizer have vLLM's formats, because load generators and evaluation
+    harnesses use them in place of a tokenizer of their own. So control tokens written in a text are
+    control tokens there, other than in a prompt."""
 
     def __init__(
         self,

@@ -1,11 +1,4 @@
-"""`ModelsFolder`: the checkpoints in a folder, each a model by the name of its folder or file
-
-A model is a folder with a `config.json`, or a GGUF file (of several parts the first one), directly
-in the folder. Others change the folder while the server runs: it is only ever looked at, nothing of
-it is remembered, and what a name means is looked up again when the model is loaded. What lies
-outside of it is not served, also where a link points there. No torch; blocks, so call it in a
-thread.
-"""
+"""`ModelsFolder`: the checkpoints in a folder, each a model by the name of its folder or file"""
 
 from __future__ import annotations
 
@@ -33,7 +26,11 @@ _NAME = re.compile(MODEL_NAME)
 
 
 class ModelsFolder:
-    """See the module's docstring."""
+    """A model is a folder with a `config.json`, or a GGUF file (of several parts the first one),
+    directly in the folder. Others change the folder while the server runs: it is only ever looked
+    at, nothing of it is remembered, and what a name means is looked up again when the model is
+    loaded. What lies outside of it is not served, also where a link points there. No torch; blocks,
+    so call it in a thread."""
 
     def __init__(self, folder: Path, max_entries: int = MAX_ENTRIES) -> None:
         """`max_entries`: how many of the folder are looked at."""

@@ -1,9 +1,4 @@
-"""`ModelsMemory`: whether a further model fits into memory beside those that are loaded
-
-What a model needs is taken from the size of its files, as nothing of it has been read yet. It has
-to fit into the budget of the operator, and into what the other engines of the machine can do
-without (`engine.build.memory_ledger`). No torch; blocks, so call it in a thread.
-"""
+"""`ModelsMemory`: whether a further model fits into memory beside those that are loaded"""
 
 from __future__ import annotations
 
@@ -20,7 +15,9 @@ _WEIGHTS = (".safetensors", ".gguf")
 
 
 class ModelsMemory:
-    """See the module's docstring."""
+    """What a model needs is taken from the size of its files, as nothing of it has been read yet.
+    It has to fit into the budget of the operator, and into what the other engines of the machine
+    can do without (`engine.build.memory_ledger`). No torch; blocks, so call it in a thread."""
 
     def __init__(
         self,

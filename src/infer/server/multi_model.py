@@ -1,10 +1,4 @@
-"""`ModelRouter`: several models behind one address, each with an engine and an app of its own.
-
-A request's `model` decides which app answers it. A GET has it in the query, and the first model is
-the default. Requests and metrics are listed for all models. `loaded_models.LoadedModels` loads and
-unloads the engines. A model that cannot be loaded, or whose engine crashes, is a 503 for its own
-requests and changes nothing for the others. `serve.Server` uses a router as it uses an engine.
-"""
+"""`ModelRouter`: several models behind one address, each with an engine and an app of its own."""
 
 from __future__ import annotations
 
@@ -47,7 +41,11 @@ MAX_LISTED = 20
 
 
 class ModelRouter(RequestViews):
-    """See the module's docstring."""
+    """A request's `model` decides which app answers it. A GET has it in the query, and the first
+    model is the default. Requests and metrics are listed for all models.
+    `loaded_models.LoadedModels` loads and unloads the engines. A model that cannot be loaded, or
+    whose engine crashes, is a 503 for its own requests and changes nothing for the others.
+    `serve.Server` uses a router as it uses an engine."""
 
     def __init__(
         self,

@@ -1,9 +1,4 @@
-"""`ProbeServer`: health and metrics on a port of their own, without a key, and nothing else
-
-It has connections of its own, so neither clients nor scrapes take places from each other. It
-answers until the very end, also while the server's own port is closed already. The rules for hosts
-hold as on a server without keys.
-"""
+"""`ProbeServer`: health and metrics on a port of their own, without a key, and nothing else"""
 
 from __future__ import annotations
 
@@ -49,7 +44,9 @@ class _AsTheServer:
 
 
 class ProbeServer:
-    """See the module's docstring. Lives on the event loop."""
+    """It has connections of its own, so neither clients nor scrapes take places from each other. It
+    answers until the very end, also while the server's own port is closed already. The rules for
+    hosts hold as on a server without keys. Lives on the event loop."""
 
     def __init__(
         self,

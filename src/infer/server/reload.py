@@ -1,9 +1,4 @@
-"""`Reload`: what a running server reads again at HUP, or when a file has changed
-
-Those are the certificate, the settings that are live (`Setting.is_live`), and the file of keys,
-which is looked at with each request anyway. What cannot be used is said in the log, and what was
-there before stays. Files are read in a thread.
-"""
+"""`Reload`: what a running server reads again at HUP, or when a file has changed"""
 
 from __future__ import annotations
 
@@ -25,7 +20,10 @@ changed and need a restart"""
 
 
 class Reload:
-    """See the module's docstring. Lives on the event loop."""
+    """What is read again is the certificate, the settings that are live (`Setting.is_live`), and
+    the file of keys, which is looked at with each request anyway. What cannot be used is said in
+    the log, and what was there before stays. Files are read in a thread. Lives on the event loop.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,4 @@
-"""`status_of`: what a request waits for now, in a word, in numbers and in a sentence
-
-A stream that is silent says why (`server.openai.streaming`); docs/events.md has the form of the
-event. All of it is known from the request's trace and its engine; nothing is asked.
-"""
+"""`status_of`: what a request waits for now, in a word, in numbers and in a sentence"""
 
 from __future__ import annotations
 
@@ -19,7 +15,8 @@ _RANKS = ("running", "preempted", "waiting")
 
 
 class RequestStatus(NamedTuple):
-    """See the module's docstring."""
+    """A stream that is silent says why (`server.openai.streaming`); docs/events.md has the form of
+    the event. All of it is known from the request's trace and its engine; nothing is asked."""
 
     state: str
     """queued, reading, answering, preempted or restarting"""

@@ -1,8 +1,4 @@
-"""`Screen`: what a server tells the person who has started it
-
-Without a terminal there is only the line on stdout that says where the server is. Programs that
-start a server read it, so its form stays as it is. The command line has a screen for terminals.
-"""
+"""`Screen`: what a server tells the person who has started it"""
 
 from __future__ import annotations
 
@@ -33,7 +29,9 @@ class Served:
 
 
 class Screen:
-    """See the module's docstring. This one shows the line on stdout, and nothing else."""
+    """Without a terminal there is only the line on stdout that says where the server is. Programs
+    that start a server read it, so its form stays as it is. The command line has a screen for
+    terminals. This one shows the line on stdout, and nothing else."""
 
     def serving(self, line: str, served: Served) -> None:
         """The server takes requests; `line` says so."""

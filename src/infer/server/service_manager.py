@@ -1,9 +1,4 @@
-"""`ServiceManager`: says to systemd, or to whoever started the server so, what the server does
-
-The protocol is that of `sd_notify`: a datagram to the Unix socket in `NOTIFY_SOCKET`. With
-`WATCHDOG_USEC` a sign of life is sent twice in that time, by the event loop, so one that hangs is
-ended and started again. Without these variables nothing is sent.
-"""
+"""`ServiceManager`: says to systemd, or to whoever started the server so, what the server does"""
 
 from __future__ import annotations
 
@@ -15,7 +10,9 @@ from collections.abc import Callable, Mapping
 
 
 class ServiceManager:
-    """See the module's docstring."""
+    """The protocol is that of `sd_notify`: a datagram to the Unix socket in `NOTIFY_SOCKET`. With
+    `WATCHDOG_USEC` a sign of life is sent twice in that time, by the event loop, so one that hangs
+    is ended and started again. Without these variables nothing is sent."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""`ServerSettings`: all settings of the server, as `EngineConfig` has those of the engine.
-
-The options of `infer serve` are made from it. The constructor raises `ConfigError`.
-"""
+"""`ServerSettings`: all settings of the server, as `EngineConfig` has those of the engine."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ class ListenAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """See the module's docstring."""
+    """The options of `infer serve` are made from it. The constructor raises `ConfigError`."""
 
     drain_timeout_s: Annotated[float, at_least(0)] = option(
         30.0, "At SIGTERM: seconds that running requests have to finish.", is_live=True

@@ -1,9 +1,4 @@
-"""`TurnAway`: refuses generating requests by their headers while the engine has no room for more
-
-Under overload nearly all requests are refused. A request that is refused here costs no task, no
-reading of its body and no pass through the app's layers; the answer, the log and the counters are
-the same. It is used by servers without keys only: with keys, a request must be authenticated first.
-"""
+"""`TurnAway`: refuses generating requests by their headers while the engine has no room for more"""
 
 from __future__ import annotations
 
@@ -23,7 +18,10 @@ from infer.server.http.paths import canonical_path
 
 
 class TurnAway:
-    """See the module's docstring."""
+    """Under overload nearly all requests are refused. A request that is refused here costs no task,
+    no reading of its body and no pass through the app's layers; the answer, the log and the
+    counters are the same. It is used by servers without keys only: with keys, a request must be
+    authenticated first."""
 
     def __init__(
         self,

@@ -1,17 +1,4 @@
-"""`EngineViewers`: those who watch one engine, and the frames that they get
-
-Nothing is collected and no timer runs while nobody watches. Viewers who may know the same names are
-a group: a frame is written once for all of them. A group's numbers for requests are its own, and
-only owners and administrators get names.
-
-Every bound is one of memory or of traffic, and none of them reaches the engine. At most
-`MAX_VIEWERS` watch; no number of keys or clients can keep all of these places from another. A frame
-has a maximum size (`step_frames`), and frames are written only while their bytes stay within
-`MAX_BYTES_A_SECOND`; what waits for a later frame is merged. What a viewer has not read is dropped
-beyond `MAX_PENDING_BYTES` and counted; once it reads again, it gets the state of all requests.
-A viewer may ask for less frequent writes: then he gets several frames at once. For a browser on the
-cores of the engine each piece of a stream costs more than what is in it.
-"""
+"""`EngineViewers`: those who watch one engine, and the frames that they get"""
 
 from __future__ import annotations
 
@@ -173,7 +160,19 @@ class ViewerGroup:
 
 
 class EngineViewers:
-    """See the module's docstring. Lives on the event loop."""
+    """Nothing is collected and no timer runs while nobody watches. Viewers who may know the same
+    names are a group: a frame is written once for all of them. A group's numbers for requests are
+    its own, and only owners and administrators get names.
+
+    Every bound is one of memory or of traffic, and none of them reaches the engine. At most
+    `MAX_VIEWERS` watch; no number of keys or clients can keep all of these places from another. A
+    frame has a maximum size (`step_frames`), and frames are written only while their bytes stay
+    within `MAX_BYTES_A_SECOND`; what waits for a later frame is merged. What a viewer has not read
+    is dropped beyond `MAX_PENDING_BYTES` and counted; once it reads again, it gets the state of all
+    requests. A viewer may ask for less frequent writes: then he gets several frames at once. For a
+    browser on the cores of the engine each piece of a stream costs more than what is in it. Lives
+    on the event loop.
+    """
 
     def __init__(
         self,

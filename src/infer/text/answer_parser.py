@@ -1,11 +1,4 @@
-"""`AnswerParser`: divides an answer's text into reasoning, content and tool calls.
-
-The parser takes the text in pieces and returns the parts that are certain. The result as a whole
-depends on the text alone and not on how it was divided, so a streamed answer and a whole answer
-take the same code. `text.tools.formats` is the table of the formats that it reads. Text that does
-not parse as a call stays content, so no text is lost. A call is returned when its name and the
-beginning of its arguments are there, and its arguments as they come.
-"""
+"""`AnswerParser`: divides an answer's text into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -159,7 +152,14 @@ def cut_calls(text: str, way: ToolFormat, names: Collection[str]) -> list[ToolCa
 
 
 class AnswerParser:
-    """Parses one answer. See the module's docstring."""
+    """Parses one answer.
+
+    The parser takes the text in pieces and returns the parts that are certain. The result as a
+    whole depends on the text alone and not on how it was divided, so a streamed answer and a whole
+    answer take the same code. `text.tools.formats` is the table of the formats that it reads. Text
+    that does not parse as a call stays content, so no text is lost. A call is returned when its
+    name and the beginning of its arguments are there, and its arguments as they come.
+    """
 
     def __init__(
         self,

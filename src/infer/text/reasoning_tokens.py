@@ -1,8 +1,4 @@
-"""`ThoughtTokens`: counts the tokens of an answer's reasoning, without the marks around it.
-
-A token is counted if its text begins between the opening mark and the closing mark. Marks need not
-be single tokens, so the text decides. Tokens after the closing mark are not read.
-"""
+"""`ThoughtTokens`: counts the tokens of an answer's reasoning, without the marks around it."""
 
 from __future__ import annotations
 
@@ -13,7 +9,11 @@ from infer.text.tools.formats import Thoughts
 
 
 class ThoughtTokens:
-    """Counts the reasoning tokens of one answer. See the module's docstring."""
+    """Counts the reasoning tokens of one answer.
+
+    A token is counted if its text begins between the opening mark and the closing mark. Marks need
+    not be single tokens, so the text decides. Tokens after the closing mark are not read.
+    """
 
     def __init__(self, tokenizer: Tokenizer, thoughts: Thoughts, *, inside: bool) -> None:
         """`thoughts`: the marks around the reasoning. `inside`: the prompt has opened it."""

@@ -1,13 +1,4 @@
-"""`RoleOrder`: in which order a chat template takes roles, and messages brought into such an order
-
-Agents send several system messages, system messages after the user's, several user messages in a
-row, and user text behind the results of calls. Published templates refuse this (Qwen 3.5, Mistral,
-Gemma), leave a message out without a word (gpt-oss, SmolLM3, MiniMax, Phi 4), or move it
-(DeepSeek). So each order is tried: every word of every message must be in the prompt, once and in
-its place. What a template cannot take becomes something that it can, at its place, so that the
-prompt of a longer chat begins as that of a shorter one: what becomes of a message depends on those
-before it only.
-"""
+"""`RoleOrder`: in which order a chat template takes roles, and messages in such an order"""
 
 from __future__ import annotations
 
@@ -35,7 +26,16 @@ _USER_AFTER_RESULTS = ("UCU", "UCUAU", "UCCUAU")
 
 @dataclass(frozen=True, slots=True)
 class RoleOrder:
-    """What one chat template takes of the orders of messages. See the module's docstring."""
+    """What one chat template takes of the orders of messages.
+
+    Agents send several system messages, system messages after the user's, several user messages in
+    a row, and user text behind the results of calls. Published templates refuse this (Qwen 3.5,
+    Mistral, Gemma), leave a message out without a word (gpt-oss, SmolLM3, MiniMax, Phi 4), or move
+    it (DeepSeek). So each order is tried: every word of every message must be in the prompt, once
+    and in its place. What a template cannot take becomes something that it can, at its place, so
+    that the prompt of a longer chat begins as that of a shorter one: what becomes of a message
+    depends on those before it only.
+    """
 
     takes_system: bool
     """Whether it renders a system message at the beginning, and leaves it there in a longer chat:

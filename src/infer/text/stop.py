@@ -1,10 +1,4 @@
-"""`StopMatcher`: finds stop strings in a stream of text and holds back what may begin one.
-
-The stop string that is completed first ends the text. If the same character completes several, the
-longest of them counts. Text from the start of the match on is dropped, or with `include_stop` text
-after its end. The result depends on the text alone and not on how it was divided into pieces. No
-part of a stop string that is completed later is ever returned.
-"""
+"""`StopMatcher`: finds stop strings in a stream of text and holds back what may begin one."""
 
 from __future__ import annotations
 
@@ -22,7 +16,12 @@ def _beginnings_of(stop: tuple[str, ...]) -> frozenset[str]:
 
 
 class StopMatcher:
-    """Finds stop strings in one text; see the module's docstring.
+    """Finds stop strings in one text.
+
+    The stop string that is completed first ends the text. If the same character completes several,
+    the longest of them counts. Text from the start of the match on is dropped, or with
+    `include_stop` text after its end. The result depends on the text alone and not on how it was
+    divided into pieces. No part of a stop string that is completed later is ever returned.
 
     It holds back the longest end of the text that is a prefix of a stop string.
     """

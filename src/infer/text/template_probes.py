@@ -1,10 +1,4 @@
-"""Probing what a chat template supports, by rendering it once with short test chats.
-
-Published templates differ in their requirements. In a message with calls the content must be text,
-null or absent. Arguments are an object or its JSON text. Some templates refuse ids that have not
-nine characters. Some render no calls, do not know the role `tool`, or take tools from another
-variable. Each probe renders a short chat and checks whether its words occur in the prompt.
-"""
+"""Probing what a chat template supports, by rendering it once with short test chats."""
 
 from __future__ import annotations
 
@@ -86,7 +80,14 @@ ABSENT = "\0absent"
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What one chat template supports. See the module's docstring."""
+    """What one chat template supports.
+
+    Published templates differ in their requirements. In a message with calls the content must be
+    text, null or absent. Arguments are an object or its JSON text. Some templates refuse ids that
+    have not nine characters. Some render no calls, do not know the role `tool`, or take tools from
+    another variable. Each probe renders a short chat and checks whether its words occur in the
+    prompt.
+    """
 
     takes_parts: bool
     """Whether a message's content may be a list of parts."""

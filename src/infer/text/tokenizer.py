@@ -1,11 +1,4 @@
-"""`Tokenizer`: converts text to token ids and back, and chats to prompts, for one checkpoint.
-
-The ids are those of transformers' fast tokenizers for the same folder. The post-processor in
-`tokenizer.json` decides whether BOS is added; as in transformers 5, `add_bos_token` in the
-configuration is not read. There is one more promise: text from a caller never becomes a control
-token (`text.control_text`). A `Tokenizer` is immutable after loading, and threads may share it. The
-façades, the server and the command line use it.
-"""
+"""`Tokenizer`: converts text to token ids and back, and chats to prompts, for one checkpoint."""
 
 from __future__ import annotations
 
@@ -40,7 +33,13 @@ MAX_ADDED_TOKENS = 20_000
 
 
 class Tokenizer:
-    """The tokenizer of one checkpoint; see the module's docstring. `from_folder` makes it.
+    """The tokenizer of one checkpoint.
+
+    The ids are those of transformers' fast tokenizers for the same folder. The post-processor in
+    `tokenizer.json` decides whether BOS is added; as in transformers 5, `add_bos_token` in the
+    configuration is not read. There is one more promise: text from a caller never becomes a control
+    token (`text.control_text`). A `Tokenizer` is immutable after loading, and threads may share it.
+    The façades, the server and the command line use it. `from_folder` makes it.
 
     `vocab_size` is the highest id plus one, so it includes added tokens and gaps; a model may have
     more logits. `eos_token_ids` are those of generation_config.json, config.json and the tokenizer,

@@ -1,8 +1,4 @@
-"""`Fingerprint`: which model an engine serves, and which bits it computes.
-
-Two engines with equal fingerprints give equal tokens and log-probabilities for equal requests, so a
-stream can move from one to the other and nobody sees it.
-"""
+"""`Fingerprint`: which model an engine serves, and which bits it computes."""
 
 from __future__ import annotations
 
@@ -13,8 +9,10 @@ PROTOCOL = 1
 
 
 class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """See the module's docstring. Digests are hexadecimal; an empty one is of an engine in which
-    nobody has computed it, such as an engine of a test."""
+    """Two engines with equal fingerprints give equal tokens and log-probabilities for equal
+    requests, so a stream can move from one to the other and nobody sees it. Digests are
+    hexadecimal; an empty one is of an engine in which nobody has computed it, such as an engine of
+    a test."""
 
     model: str = ""
     """SHA-256 of the checkpoint's config and tokenizer; engines of one fleet share it"""

@@ -1,8 +1,4 @@
-"""`ServerLimits`: what a connection, a body or a trace may cost the server, and for how long
-
-These numbers are no options, because no operator has needed another value. They come through
-constructors, so a test can use small ones.
-"""
+"""`ServerLimits`: what a connection, a body or a trace may cost the server, and for how long"""
 
 from __future__ import annotations
 
@@ -17,7 +13,8 @@ MAX_CONNECTIONS = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class ServerLimits:
-    """See the module's docstring. Names that end in `_s` are seconds."""
+    """These numbers are no options, because no operator has needed another value. They come through
+    constructors, so a test can use small ones. Names that end in `_s` are seconds."""
 
     probe_connections: int = 8
     """connections beside `ServerSettings.max_connections`, for health probes when all others are in

@@ -1,9 +1,4 @@
-"""`MachineShare`: the part of this machine that one of several engines gets
-
-The engines of a server (`infer serve --replicas`) divide main memory and cores evenly. The cores of
-all NUMA nodes are used, and an engine gets neighbours, so that one of several on a machine with
-several nodes stays in one of them. Each GPU belongs to one engine. No torch.
-"""
+"""`MachineShare`: the part of this machine that one of several engines gets"""
 
 from __future__ import annotations
 
@@ -22,7 +17,9 @@ SETTING = "machine_share"
 
 @dataclass(frozen=True, slots=True)
 class MachineShare:
-    """See the module's docstring."""
+    """The engines of a server (`infer serve --replicas`) divide main memory and cores evenly. The
+    cores of all NUMA nodes are used, and an engine gets neighbours, so that one of several on a
+    machine with several nodes stays in one of them. Each GPU belongs to one engine. No torch."""
 
     index: int
     """number of the engine, from 0"""

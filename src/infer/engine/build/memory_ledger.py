@@ -1,12 +1,5 @@
 """`MemoryLedger`: what the engines of this machine have promised their caches of main memory, and
-on which processors they live
-
-Each engine of a user has a file in a folder that belongs to the user, and holds a lock on it, which
-the system releases when the engine ends, in whatever way. A file without a lock is a dead engine's;
-whoever finds it removes it. So the engines of several servers, of several models of one server and
-of a cluster see each other. The ledger is an addition only: where its folder cannot be used, one
-line of the log says so, and memory is planned without it. No torch.
-"""
+on which processors they live"""
 
 from __future__ import annotations
 
@@ -81,7 +74,12 @@ def ledger_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 class MemoryLedger:
-    """See the module's docstring. Not thread-safe."""
+    """Each engine of a user has a file in a folder that belongs to the user, and holds a lock on
+    it, which the system releases when the engine ends, in whatever way. A file without a lock is a
+    dead engine's; whoever finds it removes it. So the engines of several servers, of several models
+    of one server and of a cluster see each other. The ledger is an addition only: where its folder
+    cannot be used, one line of the log says so, and memory is planned without it. No torch. Not
+    thread-safe."""
 
     def __init__(self, folder: Path | None = None, root: Path = ROOT) -> None:
         """`folder`: None for the user's own. `root`: folder below which the system's files are."""

@@ -1,12 +1,4 @@
-"""`Placement`: the cores on which the threads of an engine live
-
-Threads of a large engine have a core each. Linux moves threads that wait for each other often; with
-many of them one is always where it should not be, and all wait for it. A small engine's threads are
-kept on a set of cores only: on a desktop others need some of them now and then, and the system then
-finds the best place for each. Where more threads are wanted than there are cores, none is kept.
-
-`live_on` changes settings of this process, everything else is a function.
-"""
+"""`Placement`: the cores on which the threads of an engine live"""
 
 from __future__ import annotations
 
@@ -30,7 +22,14 @@ PINNED_FROM = 8
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """See the module's docstring."""
+    """Threads of a large engine have a core each. Linux moves threads that wait for each other
+    often; with many of them one is always where it should not be, and all wait for it. A small
+    engine's threads are kept on a set of cores only: on a desktop others need some of them now and
+    then, and the system then finds the best place for each. Where more threads are wanted than
+    there are cores, none is kept.
+
+    `live_on` changes settings of this process, everything else is a function.
+    """
 
     num_threads: int
     """threads that compute a step"""

@@ -1,12 +1,4 @@
-"""`AsyncLLM`: the asyncio façade, on which the server is built
-
-`async with engine.stream(request) as pieces` runs a request. Entering takes a place (or raises
-`OverloadedError`); leaving for any reason aborts an unfinished request. `reserved` holds places for
-requests that are still being made and hands them over. Each request has a mailbox. The outputs of a
-step arrive in one message and are turned into text here, on the event loop. A slow reader gets the
-waiting pieces merged into one. A request for which too much waits is cancelled; the engine never
-waits for a reader.
-"""
+"""`AsyncLLM`: the asyncio façade, on which the server is built"""
 
 from __future__ import annotations
 
@@ -135,7 +127,13 @@ class Observer(Protocol):
 
 
 class AsyncLLM:
-    """See the module's docstring. Belongs to one event loop, from `start` to `close`."""
+    """`async with engine.stream(request) as pieces` runs a request. Entering takes a place (or
+    raises `OverloadedError`); leaving for any reason aborts an unfinished request. `reserved` holds
+    places for requests that are still being made and hands them over. Each request has a mailbox.
+    The outputs of a step arrive in one message and are turned into text here, on the event loop. A
+    slow reader gets the waiting pieces merged into one. A request for which too much waits is
+    cancelled; the engine never waits for a reader. Belongs to one event loop, from `start` to
+    `close`."""
 
     def __init__(
         self,

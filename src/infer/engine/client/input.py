@@ -1,9 +1,4 @@
-"""`InputProcessor`: makes a `Request` from a caller's input, or raises a `RequestError`
-
-It is the only place where prompts are tokenised and defaults (seed, `max_tokens`, end tokens) are
-resolved. Both façades use it, so they refuse the same input with the same messages. Everything that
-can be refused is refused here; the scheduler checks lengths once more.
-"""
+"""`InputProcessor`: makes a `Request` from a caller's input, or raises a `RequestError`"""
 
 from __future__ import annotations
 
@@ -59,7 +54,9 @@ class CheckedSampling:
 
 
 class InputProcessor:
-    """See the module's docstring."""
+    """It is the only place where prompts are tokenised and defaults (seed, `max_tokens`, end
+    tokens) are resolved. Both façades use it, so they refuse the same input with the same messages.
+    Everything that can be refused is refused here; the scheduler checks lengths once more."""
 
     def __init__(
         self,

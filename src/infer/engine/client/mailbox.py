@@ -1,8 +1,4 @@
-"""`Mailbox`: the pieces of one request's output that have not been read
-
-A slow reader gets the waiting pieces merged into one. `AsyncLLM` cancels a request for which too
-much waits.
-"""
+"""`Mailbox`: the pieces of one request's output that have not been read"""
 
 from __future__ import annotations
 
@@ -41,7 +37,8 @@ class OpenRequest(NamedTuple):
 
 
 class Mailbox:
-    """See the module's docstring. It is used on the event loop and has one reader."""
+    """A slow reader gets the waiting pieces merged into one. `AsyncLLM` cancels a request for which
+    too much waits. It is used on the event loop and has one reader."""
 
     def __init__(
         self, processor: OutputProcessor, merge: bool, limits: MailboxLimits | None = None

@@ -1,10 +1,4 @@
-"""`OutputProcessor`: turns the tokens of one request into text and ends it at its stop strings
-
-There is one per request, in the façade, because the core knows no text. Text is held back while it
-could still be part of a stop string or of an unfinished character, so text that was given out is
-never taken back. At a stop string the request has ended for the caller; the owner of the processor
-then aborts it in the core (`take_abort`).
-"""
+"""`OutputProcessor`: turns the tokens of one request into text and ends it at its stop strings"""
 
 from __future__ import annotations
 
@@ -19,7 +13,10 @@ _BY_TOKEN = (FinishReason.EOS, FinishReason.STOP)
 
 
 class OutputProcessor:
-    """See the module's docstring."""
+    """There is one per request, in the façade, because the core knows no text. Text is held back
+    while it could still be part of a stop string or of an unfinished character, so text that was
+    given out is never taken back. At a stop string the request has ended for the caller; the owner
+    of the processor then aborts it in the core (`take_abort`)."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         sampling = request.sampling

@@ -1,10 +1,4 @@
-"""`launch` starts a Triton kernel; inside `compiled_together` it is compiled instead.
-
-Triton compiles a kernel when it is first launched, which takes a second or more. The kernels of
-this project are launched one after the other, so an engine's first start would compile them one
-after the other, too. Inside `compiled_together` nothing is launched. All kernels that would have
-been are compiled by several threads, and later launches find them compiled.
-"""
+"""`launch` starts a Triton kernel; inside `compiled_together` it is compiled instead."""
 
 from __future__ import annotations
 
@@ -27,7 +21,13 @@ _compiles_only: ContextVar[bool] = ContextVar("_compiles_only", default=False)
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., object]:
-    """`kernel[grid]`, to be called with the kernel's arguments; see the module's docstring."""
+    """`kernel[grid]`, to be called with the kernel's arguments.
+
+    Triton compiles a kernel when it is first launched, which takes a second or more. The kernels of
+    this project are launched one after the other, so an engine's first start would compile them one
+    after the other, too. Inside `compiled_together` nothing is launched. All kernels that would
+    have been are compiled by several threads, and later launches find them compiled.
+    """
     if _compiles_only.get():
         return partial(kernel.warmup, grid=grid)
     return kernel[grid]  # type: ignore[no-any-return]

@@ -1,9 +1,4 @@
-"""`BodyBudget`: a limit on the bytes that all request bodies together hold while they are read
-
-A body that is sent slowly, or never ends, keeps the bytes received so far in memory. The first
-bytes of each body are not counted, so short requests still work when long bodies fill the budget.
-One key has a part of it only. When the budget is used up, a key may still have `OWN_BYTES`.
-"""
+"""`BodyBudget`: a limit on the bytes that all request bodies together hold while they are read"""
 
 from __future__ import annotations
 
@@ -26,7 +21,10 @@ OWN_BYTES = 256 * 1024
 
 
 class BodyBudget:
-    """See the module's docstring."""
+    """A body that is sent slowly, or never ends, keeps the bytes received so far in memory. The
+    first bytes of each body are not counted, so short requests still work when long bodies fill the
+    budget. One key has a part of it only. When the budget is used up, a key may still have
+    `OWN_BYTES`."""
 
     def __init__(self, max_bytes: int = MAX_BYTES, uncounted_bytes: int = UNCOUNTED_BYTES) -> None:
         self._max_bytes = max_bytes

@@ -1,22 +1,4 @@
-"""`BoundedProtocol`: uvicorn's HTTP/1.1 with bounds on what a connection may cost
-
-`Connections` decides which connection has a place. A connection is answered with 408 if its request
-line and headers are not complete `header_timeout_s` after they began (or after it was opened), and
-with 400 for anything that is not HTTP and for chunks whose framing is longer than their content.
-
-An answer to a request whose body has not been read is the connection's last. The rest of the body
-is read for `linger_s` and discarded unparsed, because closing a socket with unread data resets the
-connection, and the client might not see the answer.
-
-One iteration of the event loop parses at most `EVENTS_A_TURN` pieces of a connection. Bodies have a
-deadline in `Offload`, answers one in `RequestBoundary`. A connection whose client reads
-nothing for longer than that is reset here, because a close would wait until the rest is read. A
-client that closes its sending side after a whole request gets its answer.
-
-A request for which the server has no room is refused when its headers have been parsed, without a
-task and without the app. Under overload most requests end so, and each iteration of the event loop
-takes as long as writing all streams' tokens. Used by `serve`.
-"""
+"""`BoundedProtocol`: uvicorn's HTTP/1.1 with bounds on what a connection may cost"""
 
 from __future__ import annotations
 
@@ -135,7 +117,24 @@ class BoundedConnection(h11.Connection):
 
 
 class BoundedProtocol(H11Protocol):
-    """See the module's docstring."""
+    """`Connections` decides which connection has a place. A connection is answered with 408 if its
+    request line and headers are not complete `header_timeout_s` after they began (or after it was
+    opened), and with 400 for anything that is not HTTP and for chunks whose framing is longer than
+    their content.
+
+    An answer to a request whose body has not been read is the connection's last. The rest of the
+    body is read for `linger_s` and discarded unparsed, because closing a socket with unread data
+    resets the connection, and the client might not see the answer.
+
+    One iteration of the event loop parses at most `EVENTS_A_TURN` pieces of a connection. Bodies
+    have a deadline in `Offload`, answers one in `RequestBoundary`. A connection whose client reads
+    nothing for longer than that is reset here, because a close would wait until the rest is read. A
+    client that closes its sending side after a whole request gets its answer.
+
+    A request for which the server has no room is refused when its headers have been parsed, without
+    a task and without the app. Under overload most requests end so, and each iteration of the event
+    loop takes as long as writing all streams' tokens. Used by `serve`.
+    """
 
     def __init__(
         self,

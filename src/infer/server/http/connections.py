@@ -1,13 +1,4 @@
-"""`Connections`: the number of open connections, and which is closed when a new one needs its place
-
-One object counts all connections of a server. A place is a file descriptor, so the number of places
-follows from the process's limit, which is raised first. When all places are taken, an unused
-connection is closed for a new one: first those whose request was refused, then kept-alive ones
-without a request, then those that do not finish their TLS handshake, then those that send nothing
-after being opened. If all are in use, a few more
-connections are accepted until their request has been read: a health probe is answered, any other
-request gets 503.
-"""
+"""`Connections`: the open connections, and which is closed when a new one needs its place"""
 
 from __future__ import annotations
 
@@ -224,7 +215,12 @@ class _Group:
 
 
 class Connections:
-    """See the module's docstring."""
+    """One object counts all connections of a server. A place is a file descriptor, so the number of
+    places follows from the process's limit, which is raised first. When all places are taken, an
+    unused connection is closed for a new one: first those whose request was refused, then
+    kept-alive ones without a request, then those that do not finish their TLS handshake, then those
+    that send nothing after being opened. If all are in use, a few more connections are accepted
+    until their request has been read: a health probe is answered, any other request gets 503."""
 
     def __init__(
         self,

@@ -1,10 +1,4 @@
-"""`RequestContext`: the state of one HTTP request, from its headers to the last byte of its answer
-
-The outermost layer (`RequestBoundary`) makes it and puts it into the ASGI scope, where all others
-find it. Everything that a request holds and that must be released however it ends (its trace, its
-place among the requests of its key, a timer) is registered in `cleanup`, which `RequestBoundary`
-closes.
-"""
+"""`RequestContext`: the state of one HTTP request, from its headers to its answer's last byte"""
 
 from __future__ import annotations
 
@@ -36,7 +30,10 @@ def _new_id() -> str:
 
 @dataclass(eq=False)
 class RequestContext:
-    """See the module's docstring."""
+    """The outermost layer (`RequestBoundary`) makes it and puts it into the ASGI scope, where all
+    others find it. Everything that a request holds and that must be released however it ends (its
+    trace, its place among the requests of its key, a timer) is registered in `cleanup`, which
+    `RequestBoundary` closes."""
 
     method: str = ""
     path: str = ""

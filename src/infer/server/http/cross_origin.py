@@ -1,9 +1,4 @@
-"""`AllowedOrigins`: answers browsers' questions about pages of the origins that the operator allows
-
-Before a page's request a browser may ask whether it is allowed (a preflight). SDKs send headers of
-their own that nobody can list, so a page of an allowed origin may send any. Headers give no rights
-here but the API key, and that the page must know.
-"""
+"""`AllowedOrigins`: answers browsers' questions about the origins that the operator allows"""
 
 from __future__ import annotations
 
@@ -25,7 +20,9 @@ _SHOWN_HEADERS = (
 
 
 class AllowedOrigins(CORSMiddleware):
-    """See the module's docstring."""
+    """Before a page's request a browser may ask whether it is allowed (a preflight). SDKs send
+    headers of their own that nobody can list, so a page of an allowed origin may send any. Headers
+    give no rights here but the API key, and that the page must know."""
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
         super().__init__(

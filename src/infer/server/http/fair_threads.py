@@ -1,8 +1,4 @@
-"""`FairThreads`: a thread pool that is shared fairly between owners of work
-
-The pool starts the first waiting job of each owner in turn, and one owner never has all threads
-(`FairQueue`). All methods are called on the event loop; only the jobs run in threads.
-"""
+"""`FairThreads`: a thread pool that is shared fairly between owners of work"""
 
 from __future__ import annotations
 
@@ -22,7 +18,9 @@ class _Job(NamedTuple):
 
 
 class FairThreads:
-    """See the module's docstring."""
+    """The pool starts the first waiting job of each owner in turn, and one owner never has all
+    threads (`FairQueue`). All methods are called on the event loop; only the jobs run in threads.
+    """
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)

@@ -1,14 +1,4 @@
-"""`HostRules`: which hosts and pages may use a server that has no keys, on loopback
-
-A page may make its own host name resolve to 127.0.0.1 (DNS rebinding); the browser then lets it
-read this server's answers. It cannot choose the headers Host, which holds that name, and Origin. So
-Host must be a loopback address, `localhost` or a name that the operator has given, and Origin, if
-present, must be the same host or one of `--cors-origins`. Requests for images and scripts have no
-Origin; of those the browser says in Sec-Fetch-Site that another site's page, or one of another port
-here, has made them. Only following a link to the page is allowed to these. A server with keys needs
-no such check, because a page has none; nor does one on another address, which is open to everybody
-anyway.
-"""
+"""`HostRules`: which hosts and pages may use a server that has no keys, on loopback"""
 
 from __future__ import annotations
 
@@ -50,7 +40,14 @@ def name_of(host: str) -> str | None:
 
 
 class HostRules:
-    """See the module's docstring."""
+    """A page may make its own host name resolve to 127.0.0.1 (DNS rebinding); the browser then lets
+    it read this server's answers. It cannot choose the headers Host, which holds that name, and
+    Origin. So Host must be a loopback address, `localhost` or a name that the operator has given,
+    and Origin, if present, must be the same host or one of `--cors-origins`. Requests for images
+    and scripts have no Origin; of those the browser says in Sec-Fetch-Site that another site's
+    page, or one of another port here, has made them. Only following a link to the page is allowed
+    to these. A server with keys needs no such check, because a page has none; nor does one on
+    another address, which is open to everybody anyway."""
 
     def __init__(self, *, has_keys: bool, hosts: Sequence[str], origins: Sequence[str]) -> None:
         self._has_keys = has_keys

@@ -1,7 +1,4 @@
-"""`HostGuard`: refuses requests of other sites' pages to a server without keys on loopback
-
-`HostRules` says which requests these are.
-"""
+"""`HostGuard`: refuses requests of other sites' pages to a server without keys on loopback"""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from infer.server.http.host_rules import HostRules
 
 
 class HostGuard:
-    """See the module's docstring."""
+    """`HostRules` says which requests these are."""
 
     def __init__(
         self, app: ASGIApp, *, has_keys: bool, hosts: Sequence[str], origins: Sequence[str]

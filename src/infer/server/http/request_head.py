@@ -1,8 +1,4 @@
-"""`RequestHead`: the request line and headers of a request, read with the standard library alone
-
-For answers that are given before the server has been imported. What is read must be complete;
-`end_of_head` says where it ends.
-"""
+"""`RequestHead`: the request line and headers of a request, read with the standard library alone"""
 
 from __future__ import annotations
 
@@ -25,7 +21,8 @@ _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 class RequestHead(NamedTuple):
-    """See the module's docstring."""
+    """For answers that are given before the server has been imported. What is read must be
+    complete; `end_of_head` says where it ends."""
 
     method: str
     path: str

@@ -1,13 +1,4 @@
-"""`TlsConnection`: TLS below `BoundedProtocol`, counted from the moment it is accepted
-
-asyncio tells a server of a TLS connection when the handshake is done; until then nobody counts it,
-and it may take a minute. Here the connection has a place in `Connections` from `accept` on, and
-`header_timeout_s` to finish the handshake. Then the HTTP connection above it takes over the place.
-One that does not finish gives way before those that have, and is counted among the refusals.
-
-asyncio's `SSLProtocol` does the work. Its buffers are made smaller: it keeps 256 KiB for each
-connection, and as much again of what has arrived and was not read.
-"""
+"""`TlsConnection`: TLS below `BoundedProtocol`, counted from the moment it is accepted"""
 
 from __future__ import annotations
 
@@ -40,7 +31,15 @@ class _Beginning(asyncio.Protocol):
 
 
 class TlsConnection(SSLProtocol):
-    """See the module's docstring."""
+    """asyncio tells a server of a TLS connection when the handshake is done; until then nobody
+    counts it, and it may take a minute. Here the connection has a place in `Connections` from
+    `accept` on, and `header_timeout_s` to finish the handshake. Then the HTTP connection above it
+    takes over the place. One that does not finish gives way before those that have, and is counted
+    among the refusals.
+
+    asyncio's `SSLProtocol` does the work. Its buffers are made smaller: it keeps 256 KiB for each
+    connection, and as much again of what has arrived and was not read.
+    """
 
     max_size = READ_BYTES
 

@@ -1,9 +1,4 @@
-"""`Exchange`: one HTTP request to an MCP server, and its answer in pieces, all of it bounded
-
-The other side is not trusted. Redirects are not followed, compressed answers are not unpacked, and
-an answer has a limit of bytes; the caller limits its time. Each request has a connection of its
-own, which ends with it. What goes wrong is an `McpError`, one sentence without the address.
-"""
+"""`Exchange`: one HTTP request to an MCP server, and its answer in pieces, all of it bounded"""
 
 from __future__ import annotations
 
@@ -35,7 +30,10 @@ class McpError(InferError):
 
 
 class Exchange:
-    """See the module's docstring. One coroutine uses it, within `async with`."""
+    """The other side is not trusted. Redirects are not followed, compressed answers are not
+    unpacked, and an answer has a limit of bytes; the caller limits its time. Each request has a
+    connection of its own, which ends with it. What goes wrong is an `McpError`, one sentence
+    without the address. One coroutine uses it, within `async with`."""
 
     def __init__(
         self, server: McpServer, resolve: Resolve, tls: ssl.SSLContext | None, max_bytes: int

@@ -1,9 +1,4 @@
-"""`McpSession`: a conversation with an MCP server by Streamable HTTP: its tools, and a call of one
-
-It begins with `initialize`, and ends with what was asked. Messages are JSON-RPC; an answer is JSON,
-or an event among others of a stream. What the other side says is checked and bounded before anybody
-sees it; see `http_exchange`.
-"""
+"""`McpSession`: a conversation with an MCP server by Streamable HTTP: its tools and calls"""
 
 from __future__ import annotations
 
@@ -83,7 +78,10 @@ class McpResult(NamedTuple):
 
 
 class McpSession:
-    """See the module's docstring. One coroutine uses it, after `begin`; then it must `end`."""
+    """It begins with `initialize`, and ends with what was asked. Messages are JSON-RPC; an answer
+    is JSON, or an event among others of a stream. What the other side says is checked and bounded
+    before anybody sees it; see `http_exchange`. One coroutine uses it, after `begin`; then it must
+    `end`."""
 
     def __init__(
         self,

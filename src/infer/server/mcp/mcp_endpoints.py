@@ -1,8 +1,4 @@
-"""`McpEndpoints`: the tools of the MCP servers that the operator allows, and calls of them
-
-Whoever may use this server may call them, with the server's key of each, which no caller sees. What
-an MCP server does wrong is one sentence; it cannot keep a call for longer than its time.
-"""
+"""`McpEndpoints`: the tools of the MCP servers that the operator allows, and calls of them"""
 
 from __future__ import annotations
 
@@ -114,7 +110,9 @@ class McpCalls:
 
 
 class McpEndpoints:
-    """See the module's docstring."""
+    """Whoever may use this server may call them, with the server's key of each, which no caller
+    sees. What an MCP server does wrong is one sentence; it cannot keep a call for longer than its
+    time."""
 
     def __init__(self, offload: Offload, bodies: BodyReader, settings: ServerSettings) -> None:
         """Raises `ConfigError` for a file with a token that cannot be read."""

@@ -1,7 +1,4 @@
-"""`McpServer`: an MCP server that the operator allows (settings `mcp_server` and `mcp_token`)
-
-Only these addresses are ever asked, so no caller can make the server ask another one.
-"""
+"""`McpServer`: an MCP server that the operator allows (settings `mcp_server` and `mcp_token`)"""
 
 from __future__ import annotations
 
@@ -33,7 +30,8 @@ _OURS = frozenset(
 
 @dataclass(frozen=True)
 class McpServer:
-    """See the module's docstring."""
+    """Only the addresses of such settings are ever asked, so no caller can make the server ask
+    another one."""
 
     name: str
     host: str

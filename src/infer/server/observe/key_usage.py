@@ -1,10 +1,4 @@
-"""`KeyUsage`: what each key has used, in a file over restarts; and the few keys that metrics show
-
-A metric with a series for each key would grow with the keys. So `MAX_SHOWN` keys have one, those
-that have used most, and the rest are together. A series only ever grows while it is there: what a
-key used before it was shown stays with the rest, and what it used while it was shown leaves with
-it.
-"""
+"""`KeyUsage`: what each key has used, in a file over restarts; the few keys that metrics show"""
 
 from __future__ import annotations
 
@@ -33,7 +27,10 @@ _LEAD = 1.1
 
 
 class KeyUsage:
-    """See the module's docstring."""
+    """A metric with a series for each key would grow with the keys. So `MAX_SHOWN` keys have one,
+    those that have used most, and the rest are together. A series only ever grows while it is
+    there: what a key used before it was shown stays with the rest, and what it used while it was
+    shown leaves with it."""
 
     def __init__(self, model: str, file: Path | None, save_every_s: float) -> None:
         """`model`: entry of the file. Servers may share a file. One that dies loses what was used

@@ -1,10 +1,4 @@
-"""`Metrics`: the numbers of `/metrics` and `/stats`, with the names that vLLM's dashboards use
-
-Each number is counted in one place. Counters and gauges are the engine's own and are read for each
-answer. Times and sizes are taken from each trace when it ends. `RequestTraces` counts the gaps
-between tokens. The prometheus client only formats. Labels are the name of the model and of the key,
-which a client cannot choose.
-"""
+"""`Metrics`: the numbers of `/metrics` and `/stats`, with the names that vLLM's dashboards use"""
 
 from __future__ import annotations
 
@@ -163,7 +157,10 @@ def _build_info(prefix: str) -> Metric:
 
 
 class Metrics:
-    """See the module's docstring. It is a collector for the prometheus client."""
+    """Each number is counted in one place. Counters and gauges are the engine's own and are read
+    for each answer. Times and sizes are taken from each trace when it ends. `RequestTraces` counts
+    the gaps between tokens. The prometheus client only formats. Labels are the name of the model
+    and of the key, which a client cannot choose. It is a collector for the prometheus client."""
 
     def __init__(
         self,

@@ -1,9 +1,4 @@
-"""`ProcessMetrics`: what the server's processes use, with the names of Prometheus' own clients
-
-The label `process` tells them apart: `api`, and `engine-0` and so on by age; with several that
-answer HTTP each is `api`, and what has started them `keeper`. They are read from
-/proc for each scrape, in a thread; where there is none, as on macOS, nothing is shown.
-"""
+"""`ProcessMetrics`: what the server's processes use, with the names of Prometheus' own clients"""
 
 from __future__ import annotations
 
@@ -44,7 +39,10 @@ _GAUGES = {
 
 
 class ProcessMetrics:
-    """See the module's docstring. A collector for the prometheus client."""
+    """The label `process` tells them apart: `api`, and `engine-0` and so on by age; with several
+    that answer HTTP each is `api`, and what has started them `keeper`. They are read from /proc for
+    each scrape, in a thread; where there is none, as on macOS, nothing is shown. A collector for
+    the prometheus client."""
 
     def collect(self) -> Iterator[Metric]:
         """All families; called by the prometheus client."""

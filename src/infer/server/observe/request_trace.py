@@ -1,12 +1,4 @@
-"""`RequestTraces`: what happened to each request and when, from the events of the engine's steps.
-
-An `Observer` of the engine. A trace is kept from the moment when a request is accepted until
-`max_traces_of_owner` others of its owner have ended after it, or `max_traces` of all owners, of
-whom the one with the most loses its oldest (`ServerLimits`). It has at most `max_trace_events`
-events and the `NUM_GAPS` longest gaps between two tokens, each with what the slowest step in it was
-doing. A token costs one look-up, one subtraction and two comparisons. Ids are those that the server
-makes; the names of other owners' requests are not shown.
-"""
+"""`RequestTraces`: what happened to each request and when, from the events of steps"""
 
 from __future__ import annotations
 
@@ -214,7 +206,12 @@ class Histogram:
 
 
 class RequestTraces:
-    """See the module's docstring. Lives on the event loop."""
+    """An `Observer` of the engine. A trace is kept from the moment when a request is accepted until
+    `max_traces_of_owner` others of its owner have ended after it, or `max_traces` of all owners, of
+    whom the one with the most loses its oldest (`ServerLimits`). It has at most `max_trace_events`
+    events and the `NUM_GAPS` longest gaps between two tokens, each with what the slowest step in it
+    was doing. A token costs one look-up, one subtraction and two comparisons. Ids are those that
+    the server makes; the names of other owners' requests are not shown. Lives on the event loop."""
 
     def __init__(self, engine: AsyncLLM, limits: ServerLimits = SERVER_LIMITS) -> None:
         self._engine = engine

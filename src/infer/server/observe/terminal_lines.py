@@ -1,8 +1,4 @@
-"""`TerminalLines`: lines of the log in a terminal, and one for each request that people wait for
-
-A line begins at the left edge and clears what is there, because the last line of the screen may be
-a spinner. What clients send is shown without control characters.
-"""
+"""`TerminalLines`: lines of the log in a terminal, and one for each request that people wait for"""
 
 from __future__ import annotations
 
@@ -54,7 +50,8 @@ def printable(text: str) -> str:
 
 
 class TerminalLines(logging.Formatter):
-    """See the module's docstring."""
+    """A line begins at the left edge and clears what is there, because the last line of the screen
+    may be a spinner. What clients send is shown without control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter`."""

@@ -1,10 +1,4 @@
-"""`ItemReader`: the items of a response's input as the messages of a chat
-
-A response's history is a list of items: messages, thoughts, calls, results. What an assistant has
-answered in one go comes back as several items, and becomes one message again, so that its prompt is
-what it was. Items and tools of kinds that only OpenAI can serve are left out and named, because a
-history is sent again with every turn: a refusal would end the conversation for good.
-"""
+"""`ItemReader`: the items of a response's input as the messages of a chat"""
 
 from __future__ import annotations
 
@@ -159,7 +153,14 @@ def _result_of(item: Object, path: str) -> Object:
 
 
 class ItemReader:
-    """Makes messages of items; see the module's docstring."""
+    """Makes messages of items.
+
+    A response's history is a list of items: messages, thoughts, calls, results. What an assistant
+    has answered in one go comes back as several items, and becomes one message again, so that its
+    prompt is what it was. Items and tools of kinds that only OpenAI can serve are left out and
+    named, because a history is sent again with every turn: a refusal would end the conversation for
+    good.
+    """
 
     def __init__(self, noted: list[str] | None, tools: Tools = NO_TOOLS) -> None:
         """`noted` gets the names of what is left out; None: that is refused. `tools`: those of the

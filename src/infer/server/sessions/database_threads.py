@@ -1,9 +1,4 @@
-"""`DatabaseThreads`: a thread pool with a bounded queue for calls of the sessions' database
-
-A locked or distant database blocks a thread for seconds. With threads of its own it delays nothing
-else in the server. Keys take turns at the threads, and none has all places of the queue. Failures
-become a 503 with `Retry-After`, because the client's request was correct.
-"""
+"""`DatabaseThreads`: a thread pool with a bounded queue for calls of the sessions' database"""
 
 from __future__ import annotations
 
@@ -39,7 +34,9 @@ class DatabaseError(HttpError):
 
 
 class DatabaseThreads:
-    """See the module's docstring."""
+    """A locked or distant database blocks a thread for seconds. With threads of its own it delays
+    nothing else in the server. Keys take turns at the threads, and none has all places of the
+    queue. Failures become a 503 with `Retry-After`, because the client's request was correct."""
 
     def __init__(self, limits: ServerLimits = SERVER_LIMITS) -> None:
         self._threads = FairThreads(NUM_THREADS, "infer-database")

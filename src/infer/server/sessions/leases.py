@@ -1,9 +1,4 @@
-"""`SessionLeases`: which sessions this server is answering a turn of, told to the other servers
-
-Several servers may have the same sessions. A turn takes the session's lease in the database before
-it computes anything, so a second turn at another server is refused at once. A lease ends with its
-turn, and `LEASE_S` after its server has stopped renewing it.
-"""
+"""`SessionLeases`: which sessions this server is answering a turn of, told to the other servers"""
 
 from __future__ import annotations
 
@@ -24,7 +19,10 @@ CLOSE_S = 1.0
 
 
 class SessionLeases:
-    """See the module's docstring. Lives on the event loop."""
+    """Several servers may have the same sessions. A turn takes the session's lease in the database
+    before it computes anything, so a second turn at another server is refused at once. A lease ends
+    with its turn, and `LEASE_S` after its server has stopped renewing it. Lives on the event loop.
+    """
 
     def __init__(self, threads: DatabaseThreads, call_store: Callable[..., Any]) -> None:
         """`call_store` calls a method of the `SessionStore` by its name; it runs in a thread."""

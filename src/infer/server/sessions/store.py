@@ -1,10 +1,4 @@
-"""`SessionStore`: conversations in a database, so that a client sends only its new messages
-
-A session belongs to the key that made it; no other key finds it. Each message is a row, in the
-order of `position`. Only whole turns are written: the question together with its complete answer.
-Two turns at the same time would each miss the other, so the second is refused. Every database that
-SQLAlchemy supports can be used. The methods block, so they are called in threads.
-"""
+"""`SessionStore`: conversations in a database, so that a client sends only its new messages"""
 
 from __future__ import annotations
 
@@ -132,7 +126,11 @@ class _Turns:
 
 
 class SessionStore:
-    """See the module's docstring."""
+    """A session belongs to the key that made it; no other key finds it. Each message is a row, in
+    the order of `position`. Only whole turns are written: the question together with its complete
+    answer. Two turns at the same time would each miss the other, so the second is refused. Every
+    database that SQLAlchemy supports can be used. The methods block, so they are called in threads.
+    """
 
     def __init__(
         self, url: str, quota: Quota | None = None, limits: ServerLimits = SERVER_LIMITS

@@ -1,11 +1,4 @@
-"""`FrontLimits`: the keys' limits as one of several fronts sees them
-
-The `LimitAuthority` of the cluster decides for all fronts. A front sends it one sync message at a
-time, with all that its requests ask for at that moment, so a request waits for one round trip. An
-answer that takes more than `ANSWER_S` counts as none: from then on the front decides by itself,
-with its share of each bucket and of each key's open requests (1/F of F fronts), until an answer is
-in time again. Meanwhile it goes on to report what it has used.
-"""
+"""`FrontLimits`: the keys' limits as one of several fronts sees them"""
 
 from __future__ import annotations
 
@@ -67,8 +60,12 @@ class _Asked:
 
 
 class FrontLimits(LocalLimits):
-    """See the module's docstring. While the authority decides, the buckets are what it has told;
-    else they are this front's shares."""
+    """The `LimitAuthority` of the cluster decides for all fronts. A front sends it one sync message
+    at a time, with all that its requests ask for at that moment, so a request waits for one round
+    trip. An answer that takes more than `ANSWER_S` counts as none: from then on the front decides
+    by itself, with its share of each bucket and of each key's open requests (1/F of F fronts),
+    until an answer is in time again. Meanwhile it goes on to report what it has used. While the
+    authority decides, the buckets are what it has told; else they are this front's shares."""
 
     def __init__(
         self,

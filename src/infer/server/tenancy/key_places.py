@@ -1,9 +1,4 @@
-"""`KeyPlaces`: places that all keys share, of which each key may have some and always one
-
-A key that has `max_of_key` gets no more (429). All keys together have `max_of_all`; beyond them a
-key that has none still gets one, so no number of other keys can take everything. What is not of a
-key (owner "") has no limit but the second.
-"""
+"""`KeyPlaces`: places that all keys share, of which each key may have some and always one"""
 
 from __future__ import annotations
 
@@ -13,7 +8,10 @@ from infer.server.http.error_responses import too_many
 
 
 class KeyPlaces:
-    """See the module's docstring. `acquire` is a count; what waits for what is the caller's."""
+    """A key that has `max_of_key` gets no more (429). All keys together have `max_of_all`; beyond
+    them a key that has none still gets one, so no number of other keys can take everything. What is
+    not of a key (owner "") has no limit but the second. `acquire` is a count; what waits for what
+    is the caller's."""
 
     def __init__(self, what: str, max_of_key: int, max_of_all: int) -> None:
         """`what`: the plural of what has a place, for messages."""

@@ -1,11 +1,4 @@
-"""`Keys`: the file of API keys, with the limits of each key
-
-A key is 256 random bits, shown once when it is made; the file holds its SHA-256. A secret is looked
-up by its SHA-256, which takes as long with ten thousand keys as with one; how long a look-up takes
-says nothing, because nobody can choose the digest of a secret. The file is read again
-when it has changed, so keys that are made or revoked take effect in a running server. `infer keys`
-writes it, under a lock beside the file (`locked`), so no change is lost if several processes write.
-"""
+"""`Keys`: the file of API keys, with the limits of each key"""
 
 from __future__ import annotations
 
@@ -78,7 +71,12 @@ ANYBODY = Key(id="", name="", sha256="", limits=_UNLIMITED)
 
 
 class Keys:
-    """See the module's docstring."""
+    """A key is 256 random bits, shown once when it is made; the file holds its SHA-256. A secret is
+    looked up by its SHA-256, which takes as long with ten thousand keys as with one; how long a
+    look-up takes says nothing, because nobody can choose the digest of a secret. The file is read
+    again when it has changed, so keys that are made or revoked take effect in a running server.
+    `infer keys` writes it, under a lock beside the file (`locked`), so no change is lost if several
+    processes write."""
 
     def __init__(self, path: Path, *, must_exist: bool = True) -> None:
         """Raises `ConfigError` if the file is not one of keys, or is absent and `must_exist`."""

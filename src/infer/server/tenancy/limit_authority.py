@@ -1,9 +1,4 @@
-"""`LimitAuthority`: the buckets and open requests of all keys, for all fronts of the same engines
-
-There is one for them; `tenancy.front_limits` is the other side. It has no state on a disk. A new
-one does not decide until all fronts have told it what is missing in their shares, or `GRACE_S` is
-over; so the death of an authority fills no bucket.
-"""
+"""`LimitAuthority`: the buckets and open requests of all keys, for all fronts of some engines"""
 
 from __future__ import annotations
 
@@ -54,7 +49,10 @@ class _Entry:
 
 
 class LimitAuthority:
-    """See the module's docstring. `sync` may be called by one thread at a time."""
+    """There is one for them; `tenancy.front_limits` is the other side. It has no state on a disk. A
+    new one does not decide until all fronts have told it what is missing in their shares, or
+    `GRACE_S` is over; so the death of an authority fills no bucket. `sync` may be called by one
+    thread at a time."""
 
     def __init__(self, num_fronts: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`num_fronts`: fronts that there are to be."""

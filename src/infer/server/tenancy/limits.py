@@ -1,11 +1,4 @@
-"""`AuthMiddleware`: authentication by API key; `Tenant`: enforcement of a key's limits
-
-The middleware is inside the outermost layer and before all routes. Every path needs a key, except
-`OPEN_PATHS`. It decides by the path of the ASGI scope, which no header can change. A tenant counts
-its key's open requests and has token buckets of requests and tokens per minute. Every request that
-causes work is counted before its body is read. The maximum tokens of an answer are reserved when it
-begins; those not used are given back when it ends.
-"""
+"""`AuthMiddleware`: authentication by API key; `Tenant`: enforcement of a key's limits"""
 
 from __future__ import annotations
 
@@ -247,8 +240,12 @@ def revoked() -> HttpError:
 
 
 class AuthMiddleware:
-    """See the module's docstring. `keys` is None for a server without keys, which lets every
-    request pass."""
+    """The middleware is inside the outermost layer and before all routes. Every path needs a key,
+    except `OPEN_PATHS`. It decides by the path of the ASGI scope, which no header can change. A
+    tenant counts its key's open requests and has token buckets of requests and tokens per minute.
+    Every request that causes work is counted before its body is read. The maximum tokens of an
+    answer are reserved when it begins; those not used are given back when it ends. `keys` is None
+    for a server without keys, which lets every request pass."""
 
     def __init__(self, app: ASGIApp, keys: Keys | None, limits: LocalLimits | None = None) -> None:
         """`limits`: who decides about the keys' limits; default: each `Tenant` alone."""

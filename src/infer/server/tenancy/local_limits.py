@@ -11,7 +11,7 @@ from infer.server.tenancy.token_bucket import Bucket
 
 
 class LocalLimits:
-    """See the module's docstring. Lives on an event loop."""
+    """Lives on an event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,9 +1,4 @@
-"""`OpenGrammars`: the memory of compiled grammars, of which each key may have some
-
-The engine keeps the grammar of a request until that has ended, and a hostile one may take 96 MiB.
-Requests of a key with the same grammar count once, and grammars below 1 MiB, as nearly all are, not
-at all: what they take is bounded by the number of requests.
-"""
+"""`OpenGrammars`: the memory of compiled grammars, of which each key may have some"""
 
 from __future__ import annotations
 
@@ -20,7 +15,10 @@ from infer.types.server_limits import ServerLimits
 
 
 class OpenGrammars:
-    """See the module's docstring. All methods are called on the event loop."""
+    """The engine keeps the grammar of a request until that has ended, and a hostile one may take 96
+    MiB. Requests of a key with the same grammar count once, and grammars below 1 MiB, as nearly all
+    are, not at all: what they take is bounded by the number of requests. All methods are called on
+    the event loop."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self._mib = KeyPlaces(

@@ -1,9 +1,4 @@
-"""`ReaderPlaces`: who reads again what was kept for one key, the one that came first gives way
-
-Such a reader costs nothing of an engine and may wait for long, so it counts neither as an open
-request nor a minute. A client whose connection has broken comes again before the server has noticed
-that; so a further reader is never refused.
-"""
+"""`ReaderPlaces`: who reads again what was kept for one key, the one that came first gives way"""
 
 from __future__ import annotations
 
@@ -23,7 +18,9 @@ class EndsEarly(Protocol):
 
 
 class ReaderPlaces:
-    """See the module's docstring."""
+    """Such a reader costs nothing of an engine and may wait for long, so it counts neither as an
+    open request nor a minute. A client whose connection has broken comes again before the server
+    has noticed that; so a further reader is never refused."""
 
     def __init__(self) -> None:
         self._readers: dict[EndsEarly, None] = {}

@@ -1,10 +1,4 @@
-"""`PublicPrefixes`: texts of the operator whose cached pages several keys may share
-
-The response time reveals whether a prompt's pages were cached, so keys share no pages, with one
-exception. Keys with the right `public_prefixes` share pages that hold only the beginning of a text
-of the operator (and what the chat template puts around it). By measuring these a client learns only
-that one of these keys has used that text.
-"""
+"""`PublicPrefixes`: texts of the operator whose cached pages several keys may share"""
 
 from __future__ import annotations
 
@@ -23,7 +17,10 @@ from infer.types import Request
 
 
 class PublicPrefixes:
-    """See the module's docstring."""
+    """The response time reveals whether a prompt's pages were cached, so keys share no pages, with
+    one exception. Keys with the right `public_prefixes` share pages that hold only the beginning of
+    a text of the operator (and what the chat template puts around it). By measuring these a client
+    learns only that one of these keys has used that text."""
 
     def __init__(self, folder: str | None, engine: AsyncLLM) -> None:
         """`folder` has one text per file NAME.txt. Raises `ConfigError` if there is none or one

@@ -1,11 +1,4 @@
-"""`BehindThoughts`: a grammar that applies after the model's reasoning.
-
-The reasoning itself is not constrained, with two exceptions. No token in it may end the answer. And
-no token may hold both the closing mark and the beginning of the answer, because the grammar could
-not see that beginning. If the prompt has not opened the reasoning, an answer begins either with the
-opening mark or as the grammar requires. Marks need not be single tokens, since the tokens' bytes
-are compared.
-"""
+"""`BehindThoughts`: a grammar that applies after the model's reasoning."""
 
 from __future__ import annotations
 
@@ -57,7 +50,11 @@ class AroundThoughts(Constraint):
 
 
 class BehindThoughts(AroundThoughts):
-    """See the module's docstring."""
+    """The reasoning itself is not constrained, with two exceptions. No token in it may end the
+    answer. And no token may hold both the closing mark and the beginning of the answer, because the
+    grammar could not see that beginning. If the prompt has not opened the reasoning, an answer
+    begins either with the opening mark or as the grammar requires. Marks need not be single tokens,
+    since the tokens' bytes are compared."""
 
     def __init__(
         self, answer: Constraint, vocabulary: TokenBytes, opening: str, closing: str

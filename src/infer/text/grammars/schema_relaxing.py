@@ -1,15 +1,4 @@
-"""`relaxed`: a JSON schema without what the compiler of grammars cannot enforce.
-
-Callers pass on schemas that they have not written. llguidance refuses a whole schema for one
-keyword, format or expression that it does not know. A schema only forbids, so without a keyword it
-allows more, and whatever is left is still enforced. `relaxed` drops such keywords and says which.
-
-Everything that could turn this around is dropped as a whole, with the schemas inside it: `not`,
-`if`, `contains`, `propertyNames`, `dependentSchemas`. `oneOf` is compiled as `anyOf`. Without one
-of its `patternProperties` a schema would allow less if `additionalProperties` restricted those
-properties, so that is dropped with it. Only schemas that take part are looked at: those inside
-`$defs` if a `$ref` leads to them. The work is linear in the schema's size and does not recurse.
-"""
+"""`relaxed`: a JSON schema without what the compiler of grammars cannot enforce."""
 
 from __future__ import annotations
 
@@ -110,7 +99,19 @@ class Relaxed(NamedTuple):
 
 
 def relaxed(schema: Any) -> Relaxed:
-    """The schema, and what had to be dropped; see the module's docstring. Nothing is raised.
+    """The schema, and what had to be dropped.
+
+    Callers pass on schemas that they have not written. llguidance refuses a whole schema for one
+    keyword, format or expression that it does not know. A schema only forbids, so without a keyword
+    it allows more, and whatever is left is still enforced. `relaxed` drops such keywords and says
+    which.
+
+    Everything that could turn this around is dropped as a whole, with the schemas inside it: `not`,
+    `if`, `contains`, `propertyNames`, `dependentSchemas`. `oneOf` is compiled as `anyOf`. Without
+    one of its `patternProperties` a schema would allow less if `additionalProperties` restricted
+    those properties, so that is dropped with it. Only schemas that take part are looked at: those
+    inside `$defs` if a `$ref` leads to them. The work is linear in the schema's size and does not
+    recurse. Nothing is raised.
 
     A schema that is nested too deeply is returned as it is: others refuse it.
     """

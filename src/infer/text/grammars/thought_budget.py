@@ -1,10 +1,4 @@
-"""`ThoughtBudget`: ends a model's reasoning when it has the number of tokens that it may have
-
-Then the tokens with which the model itself ends its reasoning, as its chat template writes them,
-are the only ones that are allowed, one after the other. Like a grammar's, the state is a function
-of the sequence's own tokens. So the answer is the same in any batch, after preemption, and on an
-engine that continues the request.
-"""
+"""`ThoughtBudget`: ends a model's reasoning when it has the number of tokens that it may have"""
 
 from __future__ import annotations
 
@@ -44,7 +38,10 @@ class Unconstrained(Constraint):
 
 
 class ThoughtBudget(AroundThoughts):
-    """See the module's docstring."""
+    """Behind the last token of its budget those tokens with which the model itself ends its
+    reasoning, as its chat template writes them, are the only ones that are allowed, one after the
+    other. Like a grammar's, the state is a function of the sequence's own tokens. So the answer is
+    the same in any batch, after preemption, and on an engine that continues the request."""
 
     def __init__(
         self,

@@ -1,12 +1,4 @@
-"""`HarmonyParser`: answers in harmony, the format of gpt-oss, in which every text has a channel.
-
-    <|channel|>analysis<|message|> … <|end|>             reasoning
-    <|start|>assistant<|channel|>final<|message|> …      content; so is a text in `commentary`
-    … to=functions.NAME <|constrain|>json<|message|> … <|call|>    a call, whose text is JSON
-
-The recipient stands behind the role or behind the channel. The prompt ends with the first
-`<|start|>assistant`. A text without a head, such as one that a grammar enforces, is content.
-"""
+"""`HarmonyParser`: answers in harmony, the format of gpt-oss, in which every text has a channel."""
 
 from __future__ import annotations
 
@@ -28,7 +20,15 @@ _FUNCTIONS = "functions."
 
 
 class HarmonyParser:
-    """Parses one answer, as `AnswerParser` does. See the module's docstring."""
+    """Parses one answer, as `AnswerParser` does.
+
+        <|channel|>analysis<|message|> … <|end|>             reasoning
+        <|start|>assistant<|channel|>final<|message|> …      content; so is a text in `commentary`
+        … to=functions.NAME <|constrain|>json<|message|> … <|call|>    a call, whose text is JSON
+
+    The recipient stands behind the role or behind the channel. The prompt ends with the first
+    `<|start|>assistant`. A text without a head, such as one that a grammar enforces, is content.
+    """
 
     def __init__(self, *, calls: bool, prompt_end: str = "") -> None:
         """`calls`: messages to functions are calls; otherwise they are content. `prompt_end`: the

@@ -1,10 +1,4 @@
-"""`StreamedCalls`: reads calls whose arguments are returned while the model writes them.
-
-A call is certain when its name and the beginning of its arguments are there: from then on its
-arguments are returned as they come, and it stays a call whatever follows. If it is cut off or
-breaks, its arguments are incomplete, and the text behind them is content. A text that does not
-begin so (arguments before the name, or inside a string) is read as a whole by another `Reading`.
-"""
+"""`StreamedCalls`: reads calls whose arguments are returned while the model writes them."""
 
 from __future__ import annotations
 
@@ -72,7 +66,14 @@ class Syntax:
 
 
 class StreamedCalls:
-    """Reads the text after an opening mark, or a whole answer. See the module's docstring."""
+    """Reads the text after an opening mark, or a whole answer.
+
+    A call is certain when its name and the beginning of its arguments are there: from then on its
+    arguments are returned as they come, and it stays a call whatever follows. If it is cut off or
+    breaks, its arguments are incomplete, and the text behind them is content. A text that does not
+    begin so (arguments before the name, or inside a string) is read as a whole by another
+    `Reading`.
+    """
 
     def __init__(self, syntaxes: Sequence[Syntax], whole: Reading, names: Known) -> None:
         """`whole` reads a text that begins with none of the syntaxes; no decision of it may come

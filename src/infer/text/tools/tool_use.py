@@ -1,10 +1,4 @@
-"""`ToolUse`: how one model gets tools and writes calls, and how that was determined.
-
-The operator names the format (`--tool-parser`), or the chat template renders calls in it, or the
-template has its mark, or its architecture is known, or the checkpoint has a `response_template`
-(`text.answer_marks`). If the template renders no tools, an instruction describes them. `Tokenizer`
-has a `ToolUse`, and the server reports it to clients.
-"""
+"""`ToolUse`: how one model gets tools and writes calls, and how that was determined."""
 
 from __future__ import annotations
 
@@ -31,7 +25,13 @@ RESPONSE_TEMPLATE = "as response_template in tokenizer_config.json says"
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The support of tools by one model. See the module's docstring."""
+    """The support of tools by one model.
+
+    The operator names the format (`--tool-parser`), or the chat template renders calls in it, or
+    the template has its mark, or its architecture is known, or the checkpoint has a
+    `response_template` (`text.answer_marks`). If the template renders no tools, an instruction
+    describes them. `Tokenizer` has a `ToolUse`, and the server reports it to clients.
+    """
 
     format: ToolFormat
     """Format of calls that answers are searched for."""

@@ -1,10 +1,4 @@
-"""`WrittenNumbers`: numbers of calls as the model has written them, in a prompt that repeats them
-
-A number has many forms (`2.50`, `1e5`, `-0`), of which JSON's reader keeps the value only. A call
-that goes back into the prompt in another form is another text than the model's own, and the prefix
-cache does not find it. So such a number is rendered as a mark that stands for it, and then put in
-its place. Whether the template renders a mark as it renders a number is found by comparing.
-"""
+"""`WrittenNumbers`: calls' numbers as the model has written them, in a prompt that repeats them"""
 
 from __future__ import annotations
 
@@ -53,7 +47,11 @@ def has_own_form(text: str) -> bool:
 
 
 class WrittenNumbers:
-    """See the module's docstring."""
+    """A number has many forms (`2.50`, `1e5`, `-0`), of which JSON's reader keeps the value only. A
+    call that goes back into the prompt in another form is another text than the model's own, and
+    the prefix cache does not find it. So such a number is rendered as a mark that stands for it,
+    and then put in its place. Whether the template renders a mark as it renders a number is found
+    by comparing."""
 
     def __init__(self, turns: Sequence[Message], mark: str) -> None:
         """`mark`: a character that occurs nowhere in the messages or the template."""

@@ -1,11 +1,4 @@
-"""`GrammarChecker`: checks whether a grammar can be served, in processes that may crash.
-
-The compiler of grammars is native code, and clients write the grammars. A fault in it must not end
-the process that serves all streams. So grammars are first compiled in a small process
-(`text.untrusted.worker`), with the engine's vocabulary and limits, and with limits of time and
-memory. If that process dies, the grammar is refused. What was found is remembered, refusals too. A
-death whose cause may pass says nothing about the grammar, which may be sent again.
-"""
+"""`GrammarChecker`: checks whether a grammar can be served, in processes that may crash."""
 
 from __future__ import annotations
 
@@ -31,7 +24,15 @@ _PROBLEMS = {"cpu": _TOO_LONG, "memory": _TOO_HARD}
 
 
 class GrammarChecker:
-    """Checks grammars; see the module's docstring. Any thread may call it."""
+    """Checks grammars.
+
+    The compiler of grammars is native code, and clients write the grammars. A fault in it must not
+    end the process that serves all streams. So grammars are first compiled in a small process
+    (`text.untrusted.worker`), with the engine's vocabulary and limits, and with limits of time and
+    memory. If that process dies, the grammar is refused. What was found is remembered, refusals
+    too. A death whose cause may pass says nothing about the grammar, which may be sent again. Any
+    thread may call it.
+    """
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """`vocabulary` is called whenever a new process starts."""

@@ -1,8 +1,4 @@
-"""`WorkerProcess`: a process that works on untrusted text, as its owner sees it.
-
-Nothing that the process does, or fails to do, keeps its owner longer than a deadline: each read and
-each write waits for the pipe at most so long.
-"""
+"""`WorkerProcess`: a process that works on untrusted text, as its owner sees it."""
 
 from __future__ import annotations
 
@@ -26,7 +22,8 @@ _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "LANG",
 
 
 class WorkerProcess:
-    """See the module's docstring. One thread at a time uses it."""
+    """Nothing that the process does, or fails to do, keeps its owner longer than a deadline: each
+    read and each write waits for the pipe at most so long. One thread at a time uses it."""
 
     def __init__(self, kind: str) -> None:
         """`kind`: what the process works on; see `text.untrusted.worker`."""

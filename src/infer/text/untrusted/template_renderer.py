@@ -1,9 +1,4 @@
-"""`TemplateRenderer`: compiles a chat template with Jinja and renders it, as transformers does.
-
-The template runs in Jinja's immutable sandbox, which keeps it from the interpreter, but limits
-neither time nor memory. So it runs in a process that the system limits (`text.untrusted.worker`),
-unless its text is known. Only plain values go in, and only a text or a sentence comes out.
-"""
+"""`TemplateRenderer`: compiles a chat template with Jinja and renders it, as transformers does."""
 
 from __future__ import annotations
 
@@ -85,7 +80,10 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class TemplateRenderer:
-    """See the module's docstring."""
+    """The template runs in Jinja's immutable sandbox, which keeps it from the interpreter, but
+    limits neither time nor memory. So it runs in a process that the system limits
+    (`text.untrusted.worker`), unless its text is known. Only plain values go in, and only a text or
+    a sentence comes out."""
 
     def __init__(self, source: str) -> None:
         """`ValueError` with the reason, if the template does not compile."""

@@ -1,10 +1,4 @@
-"""`UntrustedWorkers`: a few processes that work on untrusted text, shared fairly between owners.
-
-A job waits in a queue in which owners take turns, and no owner has all processes (`FairQueue`). A
-thread of the pool talks to the process; who waits for the answer needs none. If a process dies of a
-job, that job's answer says so, and another process is started at once, so that the next job finds
-it warm.
-"""
+"""`UntrustedWorkers`: a few processes that work on untrusted text, shared fairly between owners."""
 
 from __future__ import annotations
 
@@ -114,7 +108,11 @@ class _Queued(NamedTuple):
 
 
 class UntrustedWorkers:
-    """See the module's docstring. Any thread may call it. Processes start when they are needed."""
+    """A job waits in a queue in which owners take turns, and no owner has all processes
+    (`FairQueue`). A thread of the pool talks to the process; who waits for the answer needs none.
+    If a process dies of a job, that job's answer says so, and another process is started at once,
+    so that the next job finds it warm. Any thread may call it. Processes start when they are
+    needed."""
 
     def __init__(
         self,
