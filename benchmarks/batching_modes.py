@@ -34,9 +34,9 @@ WORKLOADS: dict[str, dict[str, Any]] = {"single": {}, "mixed": {}, "continuous_b
 """The workloads of `infer bench` as they are defined: one request, 16 at once, and 32 of which four
 come each second."""
 SEATS = {"single": 8, "mixed": 8, "continuous_batching": 32}
-"""`max_batch_size` for each: half of what comes at once, and all of what comes one by one"""
+"""`max_batch_size` for each: half of what comes at once, and all of what comes one by one."""
 LONGEST_S = 4 * 3600
-"""time for an answer in seconds; one by one, the last of 32 waits for all others"""
+"""Time for an answer in seconds; one by one, the last of 32 waits for all others."""
 RESULTS = Path(__file__).parent / "results"
 LATENCIES = ("ttft_ms", "itl_ms", "e2e_ms")
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 WORKLOADS = {"1 stream": (1, 100), "32 streams": (32, 100), "prompts": (1, 384)}
-"""name → number of streams, length of their prompts"""
+"""Name → number of streams, length of their prompts."""
 SOURCE = Path(__file__).parents[1] / "src"
 QUOTA = Path("/sys/fs/cgroup/cpu/company")
 PERIOD_US = 100_000
 ROUND = 500
-"""steps after which streams begin anew"""
+"""Steps after which streams begin anew."""
 BUSY = """
 import time
 ends_s = time.monotonic() + 240

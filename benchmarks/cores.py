@@ -30,10 +30,10 @@ sys.path.insert(0, str(HERE / "peers"))
 import files  # noqa: E402
 
 COUNTS = (1, 2, 4, 8, 16, 32, 48, 64)
-"""numbers of cores that a table has, whatever the machine; and all that it has"""
+"""Numbers of cores that a table has, whatever the machine; and all that it has."""
 ENGINES = ("ours", "llamacpp")
 PAUSE_S = 300.0
-"""seconds that a process may take to load, or for a load"""
+"""Seconds that a process may take to load, or for a load."""
 
 
 def counts_of(num_cores: int, wanted: Sequence[int] = ()) -> tuple[list[int], list[int]]:

@@ -34,13 +34,13 @@ from infer.kernels.linear import (
 from infer.kernels.native import instruction_set, weight_bytes
 
 Shapes = list[tuple[int, int]]
-"""(K, N) of layers that are measured together"""
+"""(K, N) of layers that are measured together."""
 SHAPES: list[Shapes] = [[(2048, 8192)], [(8192, 2048)], [(2048, 3072)], [(1024, 6144)]]
 DECODER_LAYERS: dict[str, Shapes] = {
     "llama-1b": [(2048, 3072), (2048, 2048), (2048, 16384), (8192, 2048)],
     "qwen3-0.6b": [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)],
 }
-"""the products of one layer of a decoder, by the model's name"""
+"""The products of one layer of a decoder, by the model's name."""
 ROWS = [1, 2, 4, 8, 32, 128, 512, 1024]
 
 

@@ -45,9 +45,9 @@ TOKENS_A_SECOND = 500
 NUM_STREAMS = 32
 WORDS = "one day the little fox went to the river and saw a red boat under an old tree"
 WINDOW_S = 6.0
-"""seconds of one half of a pair"""
+"""Seconds of one half of a pair."""
 SETTLE_S = 3.0
-"""seconds before it, in which a tab has loaded"""
+"""Seconds before it, in which a tab has loaded."""
 
 USABLE = """
 new MutationObserver((_, watch) => {
@@ -305,7 +305,7 @@ ANSWERING = (
     "import('/ui/lib/chats.js').then(({chats}) => {"
     " chats.running.set('', {message: {conversation: ''}}); chats.changed(); })"
 )
-"""lets the strip believe that something is answered"""
+"""Lets the strip believe that something is answered."""
 
 
 @contextmanager

@@ -47,9 +47,9 @@ MEASURED = (
     *("smollm2-135m", "gemma-3-270m", "gemma-3-1b", "llama-3.2-1b", "qwen3-1.7b"),
     *("llama-3.2-3b", "qwen3-4b"),
 )
-"""what batching_modes.py is run on; the first two with their real weights"""
+"""What batching_modes.py is run on; the first two with their real weights."""
 WANTED_SHARE = 1 / 5
-"""the P99 of the time to first token that continuous batching may have, of static batching's"""
+"""The P99 of the time to first token that continuous batching may have, of static batching's."""
 
 
 def load(name: str) -> dict[str, Any]:

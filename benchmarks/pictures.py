@@ -259,10 +259,11 @@ PICTURES: dict[str, tuple[Callable[[Reader, Served], Film | None], dict[str, Any
 }
 
 MANY_CORES = "Object.defineProperty(navigator, 'hardwareConcurrency', {value: 64})"
-"""lets the page draw as often as on a large machine: beside an engine on two cores it is thrifty"""
+"""Lets the page draw as often as on a large machine: beside an engine on two cores it is thrifty.
+"""
 
 ELEMENTS = {"comparison": ".comparison"}
-"""what is pictured, where it is not the whole window"""
+"""What is pictured, where it is not the whole window."""
 
 
 def take(browser: Any, name: str, folder: Path) -> Path:

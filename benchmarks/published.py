@@ -29,13 +29,13 @@ PROMPTS = (
     "def fibonacci(n):\n",
 )
 TIE = 1e-3
-"""the largest distance of two logits, relative to their scale, that rounding explains"""
+"""The largest distance of two logits, relative to their scale, that rounding explains."""
 SHORT: dict[str, dict[str, Any]] = {
     "single": {"input_len": 16, "output_len": 8},
     "mixed": {"num_requests": 2},
     "continuous_batching": {"num_requests": 2, "rate": 4.0},
 }
-"""the workloads of `--quick`"""
+"""The workloads of `--quick`."""
 
 
 class Compared(NamedTuple):
@@ -45,8 +45,8 @@ class Compared(NamedTuple):
     ours: str
     theirs: str
     gap: float
-    """distance of transformers' two best logits where the texts part, relative to the standard
-    deviation of the logits; 0 where they are equal"""
+    """Distance of transformers' two best logits where the texts part, relative to the standard
+    deviation of the logits; 0 where they are equal."""
 
     @property
     def is_right(self) -> bool:

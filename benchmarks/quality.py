@@ -69,9 +69,9 @@ class Scores:
     """What a model says of the tokens of the text, in their order."""
 
     logprobs: np.ndarray
-    """float64 [n]: of the text's own tokens"""
+    """float64 [n]: of the text's own tokens."""
     best: np.ndarray
-    """int64 [n]: the most probable token at each position"""
+    """int64 [n]: the most probable token at each position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +82,14 @@ class Row:
     format: str
     perplexity: float
     relative: float
-    """perplexity / float32's - 1"""
+    """Perplexity / float32's - 1."""
     error: float
-    """root mean square of the log-probabilities' differences from float32's"""
+    """Root mean square of the log-probabilities' differences from float32's."""
     wrong: float
-    """share of positions with another most probable token than float32's"""
+    """Share of positions with another most probable token than float32's."""
     num_bytes: int
     speeds: tuple[float, ...] = ()
-    """tokens per second of 1 and 32 streams; empty: not measured"""
+    """Tokens per second of 1 and 32 streams; empty: not measured."""
 
 
 def windows_of(model: str | None, text: Path, num_tokens: int, width: int) -> list[list[int]]:

@@ -23,7 +23,7 @@ import urllib.request
 from pathlib import Path
 
 LIMIT_S = 300.0
-"""seconds after which a server that is not ready is given up"""
+"""Seconds after which a server that is not ready is given up."""
 
 
 def import_torch() -> float:

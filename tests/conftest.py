@@ -30,7 +30,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MAX_WORKERS = 5
-"""a worker has torch in its memory, and its tests start engines that have it too"""
+"""A worker has torch in its memory, and its tests start engines that have it too."""
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

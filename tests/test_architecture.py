@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ class Level(NamedTuple):
     """A level of the layering."""
 
     modules: str
-    """packages and modules, by their names below `infer`; the longest name that fits decides"""
+    """Packages and modules, by their names below `infer`; the longest name that fits decides."""
     purpose: str
 
 
@@ -179,7 +180,7 @@ COMPOSITION_ROOTS = ("engine.build.assemble", "engine.build.runner_factory", "ce
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 MAX_FUNCTION_LINES = 60
 TRITON = "kernels.cuda"
-"""its kernels cannot be cut into functions freely, and are named as those of the CPU"""
+"""Its kernels cannot be cut into functions freely, and are named as those of the CPU."""
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -311,6 +312,40 @@ def name_problems(root: Path) -> list[str]:
     return problems
 
 
+def docstring_problems(root: Path) -> list[str]:
+    """Docstrings that send the reader elsewhere, and docstrings of attributes that are no sentence:
+    one begins with a capital, or with what is written small (a name in code, a number, `xIELU`),
+    and ends with a full stop."""
+    problems = []
+    for name, _, tree in modules(root):
+        for node in nodes(tree):
+            body = getattr(node, "body", None)
+            if not isinstance(body, list) or isinstance(node, ast.Lambda):
+                continue
+            for before, each in pairwise([None, *body]):
+                text = _docstring(each)
+                if text is None:
+                    continue
+                if re.search(r"module's\s+docstring", text):
+                    problems.append(f"{name}:{each.lineno}: say it here, not in the module's")
+                if not isinstance(before, (ast.Assign, ast.AnnAssign)):
+                    continue
+                word = text.split()[0]
+                is_small = re.fullmatch(r"[a-z][a-z-]*('s|')?[,;:]?", word)
+                if is_small or text.rstrip()[-1] not in ".!?":
+                    problems.append(
+                        f"{name}:{each.lineno}: {text.splitlines()[0]!r} is no sentence"
+                    )
+    return problems
+
+
+def _docstring(node: ast.stmt | None) -> str | None:
+    """The text of a statement that is only a text."""
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+        return None
+    return node.value.value if isinstance(node.value.value, str) else None
+
+
 MUTABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 
 
@@ -396,6 +431,7 @@ CHECKS: list[Check] = [
     layer_problems,
     ban_problems,
     name_problems,
+    docstring_problems,
     state_problems,
     size_problems,
     constructor_problems,
@@ -427,6 +463,10 @@ BREAKS = [
     (name_problems, "runner/x.py", "x = 1"),
     (name_problems, "runner/x.py", CLASS, "text/y.py", CLASS),
     (name_problems, "runner/x.py", '"""Doc."""', "text/x.py", '"""Doc."""'),
+    (docstring_problems, "runner/x.py", 'X = 1\n"""number of things."""'),
+    (docstring_problems, "runner/x.py", 'class A:\n    x: int = 1\n    """Number of things"""'),
+    (docstring_problems, "runner/x.py", 'class A:\n    """See the module\'s docstring."""'),
+    (docstring_problems, "runner/x.py", 'def f():\n    """One. See the module\'s docstring."""'),
     (state_problems, "runner/x.py", "cache = {}"),
     (state_problems, "runner/x.py", "def f():\n    global cache\n    cache = 1"),
     (size_problems, "runner/x.py", "def f():\n" + "    x = 1\n" * 60),
@@ -499,8 +539,8 @@ REACHES: dict[str, tuple[int | None, str]] = {
         "short limits; a prompt of more than 10 characters is too long",
     ),
 }
-"""file below tests/ → number of reaches into private members and constants of `infer` (None: any
-number), and why"""
+"""File below tests/ → number of reaches into private members and constants of `infer` (None: any
+number), and why."""
 
 
 @functools.cache
@@ -627,11 +667,11 @@ LANGUAGES = {
     "C++": (".cpp", ".h"),
     "JavaScript": (".js", ".mjs"),
 }
-"""the columns of the table of lines, and the files that they count"""
+"""The columns of the table of lines, and the files that they count."""
 BESIDE = ("tests", "benchmarks", "examples", "training")
-"""folders beside the package, each counted as a whole"""
+"""Folders beside the package, each counted as a whole."""
 UNCOUNTED = {"demo_model", "vendor", "node_modules", "__pycache__"}
-"""folders with files that were not written here"""
+"""Folders with files that were not written here."""
 
 
 def is_about(shown: int, lines: int) -> bool:

@@ -24,7 +24,7 @@ SECTIONS = re.findall(
     r"^## ([^\n]+)\n\n```sh\n(.+?)\n```\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL
 )
 ALIKE = 0.9
-"""likeness of two rows from which they say the same"""
+"""Likeness of two rows from which they say the same."""
 
 
 def doubles(text: str) -> Iterator[tuple[str, str]]:

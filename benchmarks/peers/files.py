@@ -22,7 +22,7 @@ from infer import LLM, SamplingParams
 
 THREADS = 2
 LOADS = {"1": (1, 128, 64), "8": (8, 128, 64), "32": (32, 128, 64), "prompt": (1, 1024, 1)}
-"""name → requests, tokens in, tokens out"""
+"""Name → requests, tokens in, tokens out."""
 PEERS = Path(os.environ.get("INFER_PEERS", Path.home() / ".cache" / "infer-peers"))
 
 

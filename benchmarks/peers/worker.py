@@ -22,7 +22,7 @@ from typing import Any
 THREADS = 2
 Prompts = list[list[int]]
 Complete = Callable[[Prompts, int], tuple[float, int]]
-"""prompts and the length of each answer → seconds, number of output tokens"""
+"""Prompts and the length of each answer → seconds, number of output tokens."""
 Score = Callable[[list[int]], dict[str, Any]]
 
 

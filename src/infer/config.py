@@ -62,16 +62,17 @@ SCHEDULER_POLICIES = (
     "decode_round_robin",
 )
 MAX_COUNT = 2**50
-"""maximum of any count and any size in bytes: a pebibyte"""
+"""Maximum of any count and any size in bytes: a pebibyte."""
 MAX_SECONDS = 1e9
-"""maximum of any time in seconds and any other number: 30 years; what waits takes no longer time"""
+"""Maximum of any time in seconds and any other number: 30 years; what waits takes no longer time.
+"""
 MAX_SEED = 2**63 - 1
 MAX_THREADS = 4096
-"""maximum of the threads of an engine; no machine has so many cores"""
+"""Maximum of the threads of an engine; no machine has so many cores."""
 MAX_REPLICAS = 64
-"""maximum of the engines of one server"""
+"""Maximum of the engines of one server."""
 MAX_FRONTS = 64
-"""maximum of the processes of one server that answer HTTP"""
+"""Maximum of the processes of one server that answer HTTP."""
 PositiveInt = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
 NonNegativeInt = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 
@@ -79,7 +80,7 @@ DEFAULT_PAGE_SIZE = 16
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
 SHIPPED_NAME = "infer-demo"
-"""name under which the model that ships is served"""
+"""Name under which the model that ships is served."""
 
 
 def option(
@@ -199,9 +200,9 @@ _WORDS = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
 }
-"""words of texts that mean a truth value"""
+"""Words of texts that mean a truth value."""
 _HIGHEST = (None, MAX_COUNT, MAX_SECONDS, MAX_SEED)
-"""limits that are no property of a setting"""
+"""Limits that are no property of a setting."""
 _KINDS: dict[type[inspect.Type], type[bool | int | float | str]] = {
     inspect.BoolType: bool,
     inspect.IntType: int,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path("/")
 _UNLIMITED = 1 << 60
-"""a limit of a control group (version 1) from this number on means that there is none"""
+"""A limit of a control group (version 1) from this number on means that there is none."""
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
@@ -42,9 +42,9 @@ class MemoryGroup:
 
     folder: Path
     limit: int
-    """the hard limit, or the lower one from which on the system slows the group down"""
+    """The hard limit, or the lower one from which on the system slows the group down."""
     used: int
-    """without files that have not been used lately: the system gives them up first"""
+    """Without files that have not been used lately: the system gives them up first."""
 
     @property
     def left(self) -> int:

@@ -114,7 +114,7 @@ class DeviceLostError(EngineError):
 
 
 MAX_LOAD_MESSAGE_CHARS = 1800
-"""a hostile file can make a library quote the whole of it"""
+"""A hostile file can make a library quote the whole of it."""
 
 
 class LoadError(InferError):

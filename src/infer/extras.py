@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 DISTRIBUTION = "infer-serve"
-"""name of the distribution, as in pyproject.toml; the import name and the command are `infer`"""
+"""Name of the distribution, as in pyproject.toml; the import name and the command are `infer`."""
 
 
 def to_install(extra: str, name: str = DISTRIBUTION) -> str:

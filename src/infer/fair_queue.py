@@ -17,7 +17,7 @@ class FairQueue(Generic[T]):
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
         self._waiting: dict[str, deque[T]] = {}
-        """waiting items by owner; the owner whose turn is next comes first"""
+        """Waiting items by owner; the owner whose turn is next comes first."""
         self._running: Counter[str] = Counter()
 
     def __len__(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 STAGES = logging.getLogger("infer.stage")
-"""logger whose lines are the stages"""
+"""Logger whose lines are the stages."""
 
 
 def begin_stage(text: str) -> None:

@@ -11,4 +11,4 @@ from contextvars import ContextVar
 from types import MappingProxyType
 
 LOG_FIELDS: ContextVar[Mapping[str, str]] = ContextVar("log_fields", default=MappingProxyType({}))
-"""names and values; its owner may add to it while it is set"""
+"""Names and values; its owner may add to it while it is set."""

@@ -56,8 +56,8 @@ def proc_bytes(file: str | Path, key: str) -> int | None:
 
 
 RETURNED_FROM = 32 << 20
-"""size, in bytes, from which on glibc returns freed blocks to the system at once; no larger one can
-be set"""
+"""Size, in bytes, from which on glibc returns freed blocks to the system at once; no larger one can
+be set."""
 
 
 def keep_freed_memory() -> None:

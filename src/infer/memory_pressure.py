@@ -10,12 +10,12 @@ from infer.control_groups import ROOT, MemoryGroup, memory_groups, text_of_file
 from infer.main_memory import proc_bytes
 
 MARGIN_SHARE, MARGIN_BYTES, MAX_MARGIN_BYTES = 0.05, 64 << 20, 1 << 30
-"""what is left to others of a machine's or a control group's memory: a fraction, at least and at
-most so many bytes"""
+"""What is left to others of a machine's or a control group's memory: a fraction, at least and at
+most so many bytes."""
 WAITING_SHARE = 0.1
-"""fraction of the time in which some process waited for memory, from which on there is no room"""
+"""Fraction of the time in which some process waited for memory, from which on there is no room."""
 PRESSED_BYTES = 256 << 20
-"""bytes to give back at each look while others wait for memory"""
+"""Bytes to give back at each look while others wait for memory."""
 
 
 def margin(size: int) -> int:

@@ -22,7 +22,7 @@ except ImportError:  # Windows; there files are not locked
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 10.0
-"""default seconds to wait for a file's lock"""
+"""Default seconds to wait for a file's lock."""
 
 
 @contextlib.contextmanager

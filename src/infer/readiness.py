@@ -6,7 +6,7 @@ import selectors
 from typing import Any
 
 MAX_WAIT_S = 2e6
-"""longest time that `poll` takes: 2**31 milliseconds"""
+"""Longest time that `poll` takes: 2**31 milliseconds."""
 READABLE, WRITABLE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 ENDING = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
-"""signals that ask a server to end, once its requests have finished"""
+"""Signals that ask a server to end, once its requests have finished."""
 _OF_USERS = tuple(getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 
 

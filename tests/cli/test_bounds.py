@@ -32,14 +32,14 @@ NUMBERS = (
     *(f"{sign}{2**bits}" for bits in (63, 64) for sign in ("", "-")),
     *(str(10**300), "1e300", "-1e300", "nan", "inf", "-inf", str(10**21), "9" * 5000),
 )
-"""numbers that no option takes"""
+"""Numbers that no option takes."""
 NEEDED = {
     ("generate",): ["Hello"],
     ("bench", "gpu"): ["--model", "/nonexistent"],
     ("bench", "serve"): ["--base-url", "http://127.0.0.1:9/v1"],
     ("keys", "create"): ["name", "--file", "/nonexistent/keys.json"],
 }
-"""what a command must be given besides"""
+"""What a command must be given besides."""
 GROUPS = {
     **{"serve": "serving", "bench": "bench", "keys": "api_keys", "cluster": "cluster_file"},
     "config": "config_command",

@@ -45,7 +45,7 @@ TEXTS = {
     "mcp_server": "docs=https://docs.example.org/mcp",
     "mcp_token": "docs=@/tmp/token",
 }
-"""values of settings that are not any text"""
+"""Values of settings that are not any text."""
 STATIC = {"batching_mode": "static"}
 NEEDED: dict[str, dict[str, Any]] = {
     "ssl_keyfile": {"ssl_certfile": "cert.pem"},
@@ -54,7 +54,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "page_size": {"kv_cache_backend": "paged"},
     "mcp_token": {"mcp_server": "docs=https://docs.example.org/mcp"},
 }
-"""settings without which another is refused"""
+"""Settings without which another is refused."""
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ OWN = {
     "extras.py": "pip's",
     "models/package.py": "pip's",
 }
-"""modules that read files which no option names, and whose these are"""
+"""Modules that read files which no option names, and whose these are."""
 
 
 def make_prefixes(path: Path) -> None:

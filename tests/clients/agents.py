@@ -49,7 +49,7 @@ from tests.support.text_checkpoints import save
 
 ROOT = Path(__file__).parent.parent.parent
 WINDOW = 600_000
-"""in bytes, which are the tests' tokens: about 150,000 tokens of a real vocabulary"""
+"""In bytes, which are the tests' tokens: about 150,000 tokens of a real vocabulary."""
 TEMPLATE = "llama.cpp/Qwen-Qwen3-0.6B"
 MARKUPS = {
     "qwen3-coder": "llama.cpp/Qwen3-Coder",
@@ -57,24 +57,24 @@ MARKUPS = {
     "glm": "llama.cpp/GLM-4.6",
     "mistral": "llama.cpp/Mistral-Small-3.2-24B-Instruct-2506",
 }
-"""further formats of calls, and templates of models that write them"""
+"""Further formats of calls, and templates of models that write them."""
 RESULT = re.compile(r"<tool_response>|<\|start\|>functions\.|\[TOOL_RESULTS\]|\[Tool result\]: ")
-"""how the templates begin a result; the last is how OpenCode shows one to be summed up"""
+"""How the templates begin a result; the last is how OpenCode shows one to be summed up."""
 DONE = "Results so far: "
-"""begins the script's summary of a history"""
+"""Begins the script's summary of a history."""
 LONG = "seq -f %0100g "
-"""prints that many lines of 100 bytes"""
+"""Prints that many lines of 100 bytes."""
 UNTOLD = 1_000_000
-"""tokens that agents assume where nobody says how long a context is"""
+"""Tokens that agents assume where nobody says how long a context is."""
 ANSWER = "The secret was 42, and now it is 43."
 QUESTION = "Read note.txt, add one to the secret, and say what it was."
 NOTE = "The secret is 42.\n"
 VOCABULARY = 8192
-"""tokens of the random model, which are about four bytes of a prompt each"""
+"""Tokens of the random model, which are about four bytes of a prompt each."""
 MIN_NODE = 22
-"""which the newest versions of the agents need"""
+"""Which the newest versions of the agents need."""
 NUM_SAID = 20
-"""tokens of an answer after which an engine dies"""
+"""Tokens of an answer after which an engine dies."""
 Steps = Sequence[Sequence[tuple[str, dict[str, Any]]]]
 
 
@@ -85,22 +85,22 @@ class Agent:
     name: str
     package: str
     key: str
-    """its name in `infer connect`"""
+    """Its name in `infer connect`."""
     arguments: list[str]
-    """beside those of `infer connect`: do the task, and ask nobody"""
+    """Beside those of `infer connect`: do the task, and ask nobody."""
     steps: Steps
     sums_up: str
-    """words of the message with which it asks for a summary of the history"""
+    """Words of the message with which it asks for a summary of the history."""
     told: int
-    """window, in bytes, of which 27 KB behind the first prompt are too much when it knows it"""
+    """Window, in bytes, of which 27 KB behind the first prompt are too much when it knows it."""
     untold: int
-    """window that a few results of 9 KB fill; 0: it does not go on when it is refused one"""
+    """Window that a few results of 9 KB fill; 0: it does not go on when it is refused one."""
     environment: dict[str, str] = field(default_factory=dict)
     driver: str = ""
-    """script of `drivers` that uses the package, which is one of Python; "": the package, one of
-    npm, has the command"""
+    """Script of `drivers` that uses the package, which is one of Python; "": the package, one of
+    npm, has the command."""
     loaded: str = ""
-    """what the last prompt shows of a tool whose definition is sent when the model asks for it"""
+    """What the last prompt shows of a tool whose definition is sent when the model asks for it."""
 
     def long_steps(self, num_long: int, num_lines: int) -> Steps:
         """Those of the task, behind results of so many lines of 100 bytes."""
@@ -221,11 +221,11 @@ class AgentRunner(TalkingRunner):
         self._steps = steps
         self._sums_up = sums_up
         self.prompts: list[str] = []
-        """all prompts, in order"""
+        """All prompts, in order."""
         self.num_results = 0
-        """in the last one"""
+        """In the last one."""
         self.summed_up: list[int] = []
-        """the numbers of results in its summaries"""
+        """The numbers of results in its summaries."""
 
     def answer(self, prompt: str) -> str:
         self.prompts.append(prompt)

@@ -38,7 +38,7 @@ You may call these tools:
 </tool_call>{% endfor %}<|end|>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
-"""with which the model that ships is shown tools, and what they have answered"""
+"""With which the model that ships is shown tools, and what they have answered."""
 
 
 @dataclass(frozen=True)

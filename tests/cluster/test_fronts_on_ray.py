@@ -178,9 +178,9 @@ class Client:
         self._has_ended = threading.Event()
         self.began_s = time.monotonic()
         self.taken: list[tuple[float, int]] = []
-        """when each granted request had its answer, and its tokens"""
+        """When each granted request had its answer, and its tokens."""
         self.fronts: set[str] = set()
-        """the fronts that have let it in"""
+        """The fronts that have let it in."""
         self.num_refused = 0
         self._threads = [threading.Thread(target=self._run) for _ in range(num_threads)]
         for each in self._threads:
@@ -211,9 +211,9 @@ class Client:
 
 
 REQUESTS, TOKENS = 600, 60_000
-"""a minute"""
+"""A minute."""
 LIMITED_S = 75.0
-"""seconds for which two clients want more than their limits"""
+"""Seconds for which two clients want more than their limits."""
 
 
 @pytest.mark.timeout(900)

@@ -34,7 +34,7 @@ ARGUMENTS = {
     **{"log_format": "json", "log_level": "debug"},
 }
 ALL_LINES = {"RAY_DEDUP_LOGS": "0"}
-"""Ray else shows lines that differ by digits only once"""
+"""Ray else shows lines that differ by digits only once."""
 LABELS = ({"zone": "b"}, {"zone": "a"}, {"zone": "a"})
 
 

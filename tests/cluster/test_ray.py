@@ -40,12 +40,12 @@ PORT = 8123
 LINK_TIMEOUT_S = 5.0
 NUM_STREAMS = int(os.environ.get("INFER_CLUSTER_STREAMS", "21"))
 WITHOUT_GCS_S = 60.0
-"""seconds after the death of its GCS at which Ray ends its other processes"""
+"""Seconds after the death of its GCS at which Ray ends its other processes."""
 GCS_LOST_S = 2 * WITHOUT_GCS_S
-"""seconds for which requests are sent at most after the GCS was killed"""
+"""Seconds for which requests are sent at most after the GCS was killed."""
 PROXY = "HAProxy" if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1" else "Ray's own proxy"
 POISON = 1_000_003
-"""requests with this seed end the engine by a segmentation fault with their third token"""
+"""Requests with this seed end the engine by a segmentation fault with their third token."""
 ARGUMENTS = {
     **{"replicas": "3", "insecure": "true", "routing": "least", "max_seq_len": "1024"},
     **{"max_batch_size": "64", "link_timeout_s": str(LINK_TIMEOUT_S)},
@@ -61,7 +61,7 @@ HISTORY = [
     {"role": "user", "content": "Tell me of the fox."},
     {"role": "assistant", "content": "The fox lived by the river."},
 ]
-"""the messages of a session before its turn"""
+"""The messages of a session before its turn."""
 WEATHER = {
     "type": "object",
     "properties": {"place": {"type": "string", "minLength": 700, "maxLength": 800}},
@@ -229,16 +229,16 @@ class Rounds:
         self.num_streams = 0
         self.num_wrong = 0
         self.num_early = 0
-        """streams that had ended before the death"""
+        """Streams that had ended before the death."""
         self.calm_pause_s = 0.0
-        """the longest pause of a stream without a death"""
+        """The longest pause of a stream without a death."""
         self.pauses_s: dict[str, list[float]] = {}
         self.back_s: dict[str, list[float]] = {}
-        """seconds until the streams had ended and all engines served again"""
+        """Seconds until the streams had ended and all engines served again."""
         self.taken_by_poison: list[int] = []
-        """engines that a request took with it"""
+        """Engines that a request took with it."""
         self.without_gcs_s: list[float] = []
-        """seconds for which requests were answered after the GCS was killed"""
+        """Seconds for which requests were answered after the GCS was killed."""
 
     async def begin(self) -> None:
         """Hear the streams undisturbed, before the first death."""

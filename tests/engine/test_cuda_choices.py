@@ -144,7 +144,7 @@ class Wavering(PlainLinear):
 
     wrong: dict[int, Any] = {}  # noqa: RUF012
     wrong_sums: set[int] = set()  # noqa: RUF012
-    """sizes in which only a sum with a residual differs"""
+    """Sizes in which only a sum with a residual differs."""
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         y = torch.stack([self.weight @ row for row in x])

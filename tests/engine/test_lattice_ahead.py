@@ -16,7 +16,7 @@ from tests.support.lattice import NUM_TOKENS, PROMPTS, params, preempt_at_every_
 pytestmark = pytest.mark.usefixtures("kept_verdicts")
 
 NATIVE = pytest.mark.skipif(available() is not None, reason=str(available()))
-"""without the kernels a row's bits in bfloat16 may depend on the others"""
+"""Without the kernels a row's bits in bfloat16 may depend on the others."""
 DTYPES = ["float32", pytest.param("bfloat16", marks=NATIVE)]
 """In the first layers are computed one by one, in the second by one call."""
 

@@ -47,7 +47,7 @@ def run(llm: LLM, order: list[int] | None = None) -> Result:
 
 
 MOST_BYTES = 96
-"""length of a prompt for a model with a token for each byte: it fits 128 tokens with the answer"""
+"""Length of a prompt for a model with a token for each byte: it fits 128 tokens with the answer."""
 
 
 def is_of_bytes(llm: LLM) -> bool:

@@ -28,7 +28,7 @@ from tests.support.waits import until, until_async
 ROOT = Path(__file__).parents[2]
 FACTORY = "tests.support.hash_engine:hash_blueprint"
 IMPORTS_S = 120.0
-"""a standby imports at a low priority"""
+"""A standby imports at a low priority."""
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MODEL = "hash-model"
-"""name of the model that calls ask for; the runner's servers have one of this name"""
+"""Name of the model that calls ask for; the runner's servers have one of this name."""
 
 
 @dataclass(frozen=True)
@@ -17,9 +17,9 @@ class Call:
 
     method: str
     path: str
-    """with the query, if there is one"""
+    """With the query, if there is one."""
     body: bytes | Any = b""
-    """bytes are sent as they are; anything else is sent as JSON"""
+    """Bytes are sent as they are; anything else is sent as JSON."""
     headers: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -45,7 +45,7 @@ MARKS = sorted(
     | {"```json\n", "```", "</tool_call>", "all\n", "f(a=1)", '{"name": "f", "arguments": {}}'}
 )
 ROUND = 200
-"""examples of one kind before it is another's turn"""
+"""Examples of one kind before it is another's turn."""
 
 
 # ---- answers

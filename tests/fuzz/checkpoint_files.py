@@ -24,7 +24,7 @@ from tests.support.hostile_files import LIMIT_BYTES, LIMIT_S, Loader
 
 TEMPLATE = "chat_template.jinja"
 HEAD = 4096
-"""bytes at the start of a file that are changed more often than the others"""
+"""Bytes at the start of a file that are changed more often than the others."""
 ALLOWED = ("loaded", "LoadError", "ConfigError")
 
 
@@ -33,7 +33,7 @@ class ByteEdit:
     """Bytes in the place of others."""
 
     at: int
-    """counted round the end of the file"""
+    """Counted round the end of the file."""
     num_old: int
     new: bytes
 
@@ -48,7 +48,7 @@ class JsonEdit:
     """A value of a JSON document, or of the header of safetensors, is another, or goes."""
 
     way: tuple[int, ...]
-    """which member is entered at each level, counted round"""
+    """Which member is entered at each level, counted round."""
     value: Any
     is_removed: bool = False
 

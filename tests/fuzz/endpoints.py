@@ -42,7 +42,7 @@ SMALL: dict[str, st.SearchStrategy[Any]] = {
     "n": st.integers(1, 3),
     "timeout": st.none() | st.just(5.0),
 }
-"""what would otherwise make nearly every body a refusal, or a long answer"""
+"""What would otherwise make nearly every body a refusal, or a long answer."""
 RAW = st.one_of(
     st.binary(max_size=60),
     st.sampled_from(

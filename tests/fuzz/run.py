@@ -49,17 +49,17 @@ MODULES = {
     "several models": "tests.fuzz.several_models",
     "files": "tests.fuzz.checkpoint_files",
 }
-"""kind → module that generates it"""
+"""Kind → module that generates it."""
 KINDS = tuple(MODULES)
 SEVERAL, FILES = "several models", "files"
 OPTIONS = ["--port", "0", "--max-seq-len", "512", "--max-batch-size", "8"]
 DEADLINE_S = 60.0
 ROUND = 100
-"""examples of one kind before it is another's turn"""
+"""Examples of one kind before it is another's turn."""
 ROUND_OF_FILES = 25
 TOLD_EVERY_S = 300.0
 QUIET_S = 0.1
-"""without a byte, before a connection is taken to have nothing more to say"""
+"""Without a byte, before a connection is taken to have nothing more to say."""
 Sent = Call | CallSequence | RawRequest
 
 
@@ -83,17 +83,17 @@ class Counts:
 
     examples: Counter[str] = field(default_factory=Counter)
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
-    """for each kind: status or end → how often"""
+    """For each kind: status or end → how often."""
     num_exits: int = 0
-    """of a server's process"""
+    """Of a server's process."""
     num_restarts: int = 0
-    """of an engine"""
+    """Of an engine."""
     num_5xx: int = 0
-    """but for a 503 with `Retry-After`, and a 504 where the deadline of the call is over"""
+    """But for a 503 with `Retry-After`, and a 504 where the deadline of the call is over."""
     slowest_s: float = 0.0
     findings: list[dict[str, object]] = field(default_factory=list)
     kind: str = ""
-    """whose turn it is"""
+    """Whose turn it is."""
 
     def add(self, outcome: str) -> None:
         """One more of the kind whose turn it is."""

@@ -79,7 +79,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 OTHERWISE = {"model", "session_id", "response_format", "structured_outputs", "at", "messages"} | {
     *("guided_json", "guided_regex", "guided_grammar", "tokens", "prompt", "timeout", "tools")
 }
-"""what depends on the model, on what is stored, or on more than the document can say"""
+"""What depends on the model, on what is stored, or on more than the document can say."""
 
 
 def test_what_the_document_allows_is_accepted(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HERE = Path(__file__).parent
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns that it will change
 WITHOUT_DEVICE = {"test_interpreted.py", "test_compiled.py"}
-"""files whose tests need neither a device nor the interpreter"""
+"""Files whose tests need neither a device nor the interpreter."""
 
 
 def patch_language_once() -> None:

@@ -35,12 +35,12 @@ class Case:
     has_slopes: bool = False
     rounded: float | None = None
     turn: str = "norms"
-    """norms, plain, only norms or none"""
+    """Norms, plain, only norms or none."""
     ordered: bool = False
     kind: torch.dtype = torch.float32
     seed: int = 0
     backend: dict[str, Any] = field(default_factory=dict)
-    """attributes of the backend that are set"""
+    """Attributes of the backend that are set."""
 
 
 class Step:

@@ -38,9 +38,9 @@ from infer.kernels.rotary import HeadNorms, QKRotation  # noqa: E402
 BF16 = torch.bfloat16
 META = torch.device("meta")
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
-"""of a block, by compute capability"""
+"""Of a block, by compute capability."""
 MAX_STACK = 224
-"""bytes of a thread. Tiles were chosen by the clock; one version of Triton or another then keeps a
+"""Bytes of a thread. Tiles were chosen by the clock; one version of Triton or another then keeps a
 few registers of the largest in memory (3.9: 216 bytes for 64 streams of Qwen3 0.6B, 168 of Llama
 3.2 3B). A tile that is too large takes many hundreds."""
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"

@@ -35,7 +35,7 @@ REQUESTS = [
     request("penalties", 3, 3, temperature=0.8, frequency_penalty=0.7, logit_bias={3: 2.0}),
 ]
 FEW = 6
-"""of them, in the default suite"""
+"""Of them, in the default suite."""
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,7 @@ def test_a_header_cut_anywhere(tmp_path: Path) -> None:
 
 
 COUNTS = [(4, 33), (4, 2**32 - 1), (8, 2**16), (8, 2**62), (8, 2**64 - 1)]
-"""(bytes, number)"""
+"""(bytes, number)."""
 
 
 def test_a_header_damaged_anywhere(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Pair(NamedTuple):
     path: Path
     theirs: Any
     bench: Callable[[torch.dtype], Bench]
-    """of the checkpoint in a dtype, read once; its `emptied` is to be used"""
+    """Of the checkpoint in a dtype, read once; its `emptied` is to be used."""
 
     @classmethod
     def of(cls, family: str, shape: str, path: Path, theirs: Any) -> Pair:

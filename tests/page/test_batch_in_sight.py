@@ -27,7 +27,7 @@ PIXELS = """
   return [count(own), count(others)];
 })()
 """
-"""pixels of the strip in the colour of one's own requests, and in that of others"""
+"""Pixels of the strip in the colour of one's own requests, and in that of others."""
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.browser
 T = TypeVar("T")
 NewReader = Callable[..., Reader]
 LONG = {"max_tokens": 1800, "temperature": 0, "ignore_eos": True}
-"""settings of an answer that takes a while: it does not end at the end token"""
+"""Settings of an answer that takes a while: it does not end at the end token."""
 DONE = ".message.assistant .again:enabled"
 
 

@@ -53,7 +53,8 @@ ROUNDS = """async (count) => {
   }
   chats.dispatchEvent(new Event("change"));
 }"""
-"""shows a conversation with so many rounds of calls, which the shipped model's 2,048 tokens hold"""
+"""Shows a conversation with so many rounds of calls, which the shipped model's 2,048 tokens hold.
+"""
 
 
 @pytest.fixture(scope="module")

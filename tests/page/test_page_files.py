@@ -32,7 +32,7 @@ OWN = sorted(
 )
 SCRIPTS = [path for path in OWN if path.suffix == ".js"]
 LANGUAGES = [FOLDER / "lang" / "zh.js"]
-"""catalogues that their readers load beside that of the first modules"""
+"""Catalogues that their readers load beside that of the first modules."""
 IMPORT = re.compile(r"^(?:import|export)\b[^;(]*?\"(\.[^\"]+)\";", re.MULTILINE)
 PRELOADS = re.compile(r"(?<=compares -->\n).*?(?=    <!-- end of preloads -->)", re.DOTALL)
 LINES = re.compile(r"^  (\"[^\"]+\"): (\".*\"),$", re.MULTILINE)

@@ -9,19 +9,19 @@ HERE = "tests/reliability"
 # What rows guard, below src/infer: a file, a folder with all that is in it, or, with a slash at its
 # end, the files of a folder without those of its folders.
 CORE = ("engine/", "engine/client", "schedule", "requests", "types")
-"""sequences, steps and pages"""
+"""Sequences, steps and pages."""
 PAGED = ("runner", "attention")
-"""what is kept in pages, and what reads it"""
+"""What is kept in pages, and what reads it."""
 MODEL = (*PAGED, "models/", "kernels", "csrc")
-"""all that decides the bits of a token"""
+"""All that decides the bits of a token."""
 REPLICAS = ("replicas", "child_process.py", "signals.py")
-"""processes of engines, their deaths and their streams"""
+"""Processes of engines, their deaths and their streams."""
 FRONT = ("server/", "server/http", "server/openai")
-"""what lies between a socket and an engine"""
+"""What lies between a socket and an engine."""
 KEYS = ("server/tenancy", "fair_queue.py")
-"""limits and shares of keys"""
+"""Limits and shares of keys."""
 FRONTS = ("server/front_exchange.py", "server/front_identity.py", "server/front_places.py")
-"""what several fronts tell each other"""
+"""What several fronts tell each other."""
 CLUSTER = ("cluster",)
 TEXT = ("text/", "text/tools")
 UNTRUSTED = (
@@ -30,9 +30,9 @@ UNTRUSTED = (
     "runner/compiling_threads.py",
     "runner/grammar_masks.py",
 )
-"""grammars and templates of strangers, from the check to the masks"""
+"""Grammars and templates of strangers, from the check to the masks."""
 MEMORY = ("engine/memory_keeper.py", "engine/build", "main_memory.py", "memory_pressure.py")
-"""what is promised, kept and given back"""
+"""What is promised, kept and given back."""
 THREADS = (
     "csrc/threads.cpp",
     "csrc/waiting.cpp",
@@ -44,9 +44,9 @@ THREADS = (
 START = ("server/early_listener.py", "server/early_stream.py", "server/serve.py", "load_stages.py")
 VIEWERS = ("server/observe", "server/viewers.py", "requests")
 FILES = ("models/", "text/", "files.py", "private_files.py", "readable_text.py")
-"""what strangers' files go through"""
+"""What strangers' files go through."""
 FUZZED = (*FRONT, *KEYS, *TEXT, *UNTRUSTED, *FILES, "server/sessions")
-"""what the fuzzer's input reaches"""
+"""What the fuzzer's input reaches."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Row:
     load: str = ""
     _: KW_ONLY
     guards: tuple[str, ...]
-    """the code whose promise it holds; a row that is older than this code is stale"""
+    """The code whose promise it holds; a row that is older than this code is stale."""
     needs: str = ""
-    """a module without which the row is left out"""
+    """A module without which the row is left out."""
     engines: str = "one_engine"
-    """which variants run of the tests that have some; see `tests/support/engines.py`"""
+    """Which variants run of the tests that have some; see `tests/support/engines.py`."""
 
     @property
     def keywords(self) -> str:

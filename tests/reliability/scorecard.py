@@ -34,9 +34,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 SOURCE = "src/infer"
 STALE = ", stale"
-"""what the page says behind the verdict of a stale row"""
+"""What the page says behind the verdict of a stale row."""
 FUZZ = ROOT / "tests" / "fuzz" / "recorded.json"
-"""the result of the last long run of the fuzzer: `tests/fuzz/run.py --minutes 60 --record`"""
+"""The result of the last long run of the fuzzer: `tests/fuzz/run.py --minutes 60 --record`."""
 
 
 def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:

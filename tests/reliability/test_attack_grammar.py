@@ -66,7 +66,7 @@ def completion(**fields: Any) -> dict[str, Any]:
 
 SHORT_RULES = "start:r0\n" + "".join(f"r{i}:r{i + 1}\n" for i in range(100_000)) + 'r100000:"b"'
 SHORT_REFS = {"a": [{"$ref": f"#/a/{i + 1}"} for i in range(100_000)]}
-"""chains of 100,000 that are short enough for a body of 2 MiB"""
+"""Chains of 100,000 that are short enough for a body of 2 MiB."""
 REPRODUCERS = {
     "rules": (COMPLETIONS, completion(guided_grammar=chain(3000))),
     "$ref by items": (COMPLETIONS, completion(guided_json=references(1200, "items"))),

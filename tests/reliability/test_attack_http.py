@@ -26,7 +26,7 @@ from tests.support.serving import CHAT, COMPLETIONS, App, completion_body, servi
 
 WORDS = ["ab c" * 62 + str(i) for i in range(64)]
 MANY: dict[str, Any] = {"prompt": ["a"] * 32, "n": 8, "max_tokens": 1}
-"""256 choices"""
+"""256 choices."""
 LONG = "word " * 380_000
 MESSAGE = {"role": "user", "content": "hi"}
 

@@ -137,7 +137,7 @@ HANGS = {**ENV, "INFER_WRAP_CORE": "tests.support.faulty:never"}
 DEMO = str(Path(infer.__file__).parent / "demo_model")
 SEVERAL = ["--model", f"a={DEMO}", "--model", f"b={DEMO}"]
 ENDS_S = 10.0
-"""the system may still be at it when the parent of a process has gone"""
+"""The system may still be at it when the parent of a process has gone."""
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
 

@@ -30,7 +30,7 @@ HOSTILE = {
     "for ever": BIG.format("'f'") + " // " + BIG.format("'e'").replace("1500000", "750000"),
     "for seconds": "{% for a in range(9000) %}{% for b in range(9500) %}{% endfor %}{% endfor %}",
 }
-"""by the message that asks for it"""
+"""By the message that asks for it."""
 
 
 def hostile_checkpoint(folder: Path) -> Path:

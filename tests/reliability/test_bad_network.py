@@ -23,7 +23,7 @@ from tests.support.server_process import (
 )
 
 NUM_SECONDS = float(os.environ.get("INFER_BAD_NETWORK_S", "60"))
-"""seconds of the scorecard's row; the design's number is an hour"""
+"""Seconds of the scorecard's row; the design's number is an hour."""
 
 
 async def disturb(server: Served, clients: int, for_s: float, patience_s: float) -> dict[str, Any]:

@@ -20,12 +20,12 @@ from tests.support.serving import COMPLETIONS, App, Reply, completion_body, with
 from tests.support.tenants import cached, make
 
 NUM_REQUESTS = int(os.environ.get("INFER_TENANT_REQUESTS", "10000"))
-"""requests of the scorecard's row"""
+"""Requests of the scorecard's row."""
 NUM_TIMED = 500
-"""timed requests of each kind"""
+"""Timed requests of each kind."""
 CANARY = "CANARY-of-%s-"
 BEGINNING = "%c the same long beginning of both tenants' prompts, " + "word " * 12
-"""its first page differs with the number"""
+"""Its first page differs with the number."""
 
 
 def beginning(number: int) -> str:

@@ -224,7 +224,7 @@ OPEN = {
     ("POST", "/v1/responses/{id:response}/cancel"),
 }
 NAMES = ("/v1/models/", "/v1/requests/", "/v1/sessions/", "/v1/responses/")
-"""paths below which any name is possible"""
+"""Paths below which any name is possible."""
 TRICKS = (
     *("{}/-", "/-{}", "{}%2f", "{}%00", "{}/..", "/x/..{}", "{};x", "{}%20", "/./{}", "{}/%2e%2e"),
     *("{}.json", "{}\\", "http://other{}", "{}@evil"),

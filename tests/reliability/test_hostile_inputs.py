@@ -35,7 +35,7 @@ from tests.support.server_process import Findings, Served, model_server, served
 from tests.support.serving import CHAT, COMPLETIONS, chat_body, completion_body, live
 
 CONTEXT = 512
-"""maximum tokens of a request, on both servers here"""
+"""Maximum tokens of a request, on both servers here."""
 FLOATS = [
     name
     for name, field in ChatBody.model_fields.items()
@@ -57,9 +57,9 @@ class Row:
     request: bytes
     more: bytes = b""
     num_answers: int = 1
-    """number of answers; the last one has the status, those before it are refusals too"""
+    """Number of answers; the last one has the status, those before it are refusals too."""
     waits: bool = False
-    """whether the server answers only after a deadline"""
+    """Whether the server answers only after a deadline."""
 
 
 def text_of(fields: dict[str, Any]) -> bytes:

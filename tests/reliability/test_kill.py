@@ -18,7 +18,7 @@ from tests.support.server_process import (
 
 HASH_SERVER = hash_server(step_s=0.003, num_pages=3000)
 LONGEST_SILENCE_S = {("--standby", 0): 1.5, ("--standby", 2): 2.0, ("--no-standby", 0): 4.0}
-"""by option and processes beside it"""
+"""By option and processes beside it."""
 MODEL_SERVER = ["-m", "infer.server", "--port", "0", "--max-seq-len", "512"]
 
 

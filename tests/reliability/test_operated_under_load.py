@@ -48,17 +48,17 @@ SEED = int(os.environ.get("INFER_OPERATED_SEED", "1"))
 PROMPTS = ("Once upon a time", "A dog", "The quick brown fox", "1, 2, 3", "It was")
 MODELS = ("a", "b")
 KEYS = ("steady", "other", "victim")
-"""the last one is revoked"""
+"""The last one is revoked."""
 MAX_TOKENS = {True: 48, False: 8}
-"""of streams, of whole answers"""
+"""Of streams, of whole answers."""
 PAUSE_S = 0.15
-"""seconds between two requests of a client; the servers that start need the cores too"""
+"""Seconds between two requests of a client; the servers that start need the cores too."""
 LONG = 900
-"""tokens of the streams of the key that is revoked, so that one is running then"""
+"""Tokens of the streams of the key that is revoked, so that one is running then."""
 
 
 Ask = Callable[[str, str, int], Any]
-"""of model, prompt and tokens: text, reason of the end and usage"""
+"""Of model, prompt and tokens: text, reason of the end and usage."""
 
 
 @dataclass
@@ -69,10 +69,10 @@ class Ends:
     is_stream: bool
     num_sent: int = 0
     num_pieces: int = 0
-    """of the stream that is read now"""
+    """Of the stream that is read now."""
     ends: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
-    """of whole answers, by the names that a file of usage has"""
+    """Of whole answers, by the names that a file of usage has."""
 
 
 class Client(threading.Thread):
@@ -206,9 +206,9 @@ class Operator:
         self.backends = [self._start(number) for number in range(2)]
         self._dice = random.Random(SEED)
         self.revoked = Ends(KEYS[-1], True)
-        """the streams of the key that is revoked"""
+        """The streams of the key that is revoked."""
         self.said: Counter[str] = Counter()
-        """what was done, and how it was answered"""
+        """What was done, and how it was answered."""
 
     def _start(self, number: int) -> Backend:
         options = [f"--model={name}={self.folder / name}" for name in MODELS]

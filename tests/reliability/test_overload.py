@@ -127,7 +127,7 @@ async def main():
 
 asyncio.run(main())
 """
-"""a server that only refuses, to measure the time of that on this machine under the same load"""
+"""A server that only refuses, to measure the time of that on this machine under the same load."""
 
 
 @contextlib.contextmanager
@@ -143,7 +143,7 @@ def control() -> Iterator[int]:
 
 
 OVERLOADED_S, SPARED_S = 15.0, 6.0
-"""lengths in seconds of the periods in which all requests go to the server, or to the bare one"""
+"""Lengths in seconds of the periods in which all requests go to the server, or to the bare one."""
 
 
 async def measured_capacity(server: Served, wanted: list[dict[str, Any]]) -> float:
@@ -176,7 +176,7 @@ async def overload(server: Served, control_port: int, seconds: float) -> dict[st
     await asyncio.sleep(1)
     baseline = await server.stats()
     received: list[tuple[int, Recorder]] = []
-    """(number of a request, recorder of its answer)"""
+    """(number of a request, recorder of its answer)."""
     tasks: set[asyncio.Task[None]] = set()
     highest, memory = 0, []
     inside: list[float] = []

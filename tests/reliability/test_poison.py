@@ -22,7 +22,7 @@ from tests.support.server_process import (
 )
 
 EVERY = 100
-"""number of requests of which one is poisonous"""
+"""Number of requests of which one is poisonous."""
 
 
 async def poison(server: Served, count: int, message: str) -> dict[str, Any]:

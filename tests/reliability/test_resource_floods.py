@@ -25,11 +25,11 @@ from tests.support.tenants import make
 
 NUM_ROUNDS = 10
 NUM_LOOPS = 24
-"""requests that the flooder has open all the time"""
+"""Requests that the flooder has open all the time."""
 PAUSE_S = 0.02
-"""time after which the flooder sends the next one; it runs on the server's machine"""
+"""Time after which the flooder sends the next one; it runs on the server's machine."""
 SETTLE_S = 1.0
-"""time of a flood before others are measured"""
+"""Time of a flood before others are measured."""
 SESSIONS, EVENTS = "/v1/sessions", "/v1/engine/events"
 COMPARISONS = "/v1/engine/comparisons"
 _numbers = itertools.count(1)

@@ -33,9 +33,9 @@ pytestmark = [pytest.mark.peer, pytest.mark.timeout(900)]
 
 ROLLS = 10
 CLIENTS = 4
-"""of each kind"""
+"""Of each kind."""
 MIN_ANSWERS = 400
-"""of each kind, over all restarts"""
+"""Of each kind, over all restarts."""
 BLOCKS = (ROOT / "docs/proxies.md").read_text(encoding="utf-8")
 
 

@@ -30,12 +30,12 @@ from tests.support.virtual_time import run_in_virtual_time
 
 STEP_S = 0.05
 ARRIVE_S = 1.0
-"""seconds within which all streams come; each needs longer than that"""
+"""Seconds within which all streams come; each needs longer than that."""
 RETURN_S = 1.0
-"""seconds after which an engine that has died is there again"""
+"""Seconds after which an engine that has died is there again."""
 MAX_STEPS = 20_000
 NUM_STREAMS = int(os.environ.get("INFER_SIMULATED_STREAMS", "100000"))
-"""streams of the scorecard's row S1"""
+"""Streams of the scorecard's row S1."""
 
 
 class TimedFleet(Fleet):

@@ -25,9 +25,9 @@ from tests.support.workloads import MAX_STEPS, VOCAB_SIZE, Workload
 
 KINDS = ("memory", "nan", "raise", "none of a request")
 NUM_SEEDS = int(os.environ.get("INFER_SIMULATED_SEEDS", "10000"))
-"""simulations of the scorecard's row 7"""
+"""Simulations of the scorecard's row 7."""
 NUM_FAULTS = int(os.environ.get("INFER_SIMULATED_FAULTS", "2000"))
-"""faults of its row 26, one in each 50th step"""
+"""Faults of its row 26, one in each 50th step."""
 
 
 class FailingRunner:
@@ -42,9 +42,9 @@ class FailingRunner:
         """`every`: about one step of so many fails."""
         self._runner, self._every, self._dice = runner, every, dice
         self.poisonous: set[str] = set()
-        """ids of the requests with which every step raises"""
+        """Ids of the requests with which every step raises."""
         self.not_finite: set[str] = set()
-        """ids of the requests that had logits that were not finite"""
+        """Ids of the requests that had logits that were not finite."""
         self.seen: Counter[str] = Counter()
         self._is_retried = False
 
@@ -89,10 +89,10 @@ class Simulation(Workload):
         self._fails_every, self._dies_every = fails_every, dies_every
         self.journal = RequestJournal()
         self.failed: set[str] = set()
-        """ids of the requests that a fault has hit"""
+        """Ids of the requests that a fault has hit."""
         self.faults: Counter[str] = Counter()
         self.record = bytearray()
-        """all that came out, and when, in msgpack"""
+        """All that came out, and when, in msgpack."""
         self.failing = self._build()
 
     def _build(self) -> FailingRunner:

@@ -34,7 +34,7 @@ from tests.support.server_process import (
 
 CLIENTS = 24
 WINDOWS = 40
-"""number of windows in the time after the warm-up; the median of each counts"""
+"""Number of windows in the time after the warm-up; the median of each counts."""
 MEMORY = {"of the server": "memory", "of the engine": "engine_memory"}
 
 

@@ -17,9 +17,9 @@ from tests.support.serving import CHAT, COMPLETIONS, App, chat_body, completion_
 from tests.support.tenants import make
 
 NUM_KEYS = int(os.environ.get("INFER_UNIQUE_KEYS", "20000"))
-"""unique requests of the scorecard's row; the design's number is 10^6"""
+"""Unique requests of the scorecard's row; the design's number is 10^6."""
 MAX_MORE = 2000
-"""entries that all containers together may gain in the second half"""
+"""Entries that all containers together may gain in the second half."""
 
 
 async def send(app: App, headers: dict[str, str], i: int) -> int:

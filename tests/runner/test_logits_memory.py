@@ -15,7 +15,7 @@ from tests.support.checkpoints import write_llama
 from tests.support.parity import tokens_of
 
 VOCAB, SEATS = 262_144, 36
-"""36 rows of logits have more than 32 MiB, 8 have less"""
+"""36 rows of logits have more than 32 MiB, 8 have less."""
 KINDS = (
     SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0.9, seed=3, top_p=0.8, max_tokens=3, ignore_eos=True),

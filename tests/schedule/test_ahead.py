@@ -282,7 +282,7 @@ class Watched(AheadHashRunner):
         self.executed: list[tuple[str, ...]] = []
         self.fault: Exception | None = None
         self.fault_at = ""
-        """method that fails: launch, results or execute"""
+        """Method that fails: launch, results or execute."""
         self.room = 1 << 30
 
     def _names(self, plan: Any) -> tuple[str, ...]:

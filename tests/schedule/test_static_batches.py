@@ -202,9 +202,9 @@ class RandomWorkload:
         self.batches: list[Batch] = []
         self.admitted_s: dict[str, float] = {}
         self.in_order: list[tuple[tuple[int, int], str]] = []
-        """(rank, name) of the requests that would wait if seats were given in order of rank"""
+        """(rank, name) of the requests that would wait if seats were given in order of rank."""
         self.turns: dict[str, Batch] = {}
-        """the batch that each request would have in order of rank"""
+        """The batch that each request would have in order of rank."""
 
     def run(self) -> None:
         r, core = self.random, self.core

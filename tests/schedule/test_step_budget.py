@@ -23,7 +23,7 @@ BOUND_MS = 40.0
 BUDGET = 512
 
 Law = Callable[[int, int, int], float]
-"""(number of streams, prompt tokens, context of the prompt in tokens) → milliseconds"""
+"""(number of streams, prompt tokens, context of the prompt in tokens) → milliseconds."""
 
 
 def linear(num_streams: int, num_prompt: int, context: int) -> float:
@@ -52,7 +52,7 @@ class LawfulRunner:
         self.inner = core.runner
         self.now_s = 0.0
         self.steps: list[tuple[int, int, int, float]] = []
-        """(streams, prompt tokens, context, milliseconds) of each step"""
+        """(streams, prompt tokens, context, milliseconds) of each step."""
 
     def execute(self, plan: Plan) -> list[Sampled]:
         prompts = [c for c in plan if c.sequence.num_remaining > 1]

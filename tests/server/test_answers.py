@@ -239,7 +239,7 @@ OTHERWISE = {
     *("max_completion_tokens", "logprobs", "top_logprobs", "priority", "logit_bias"),
     *("reuse_prefix", "prediction", "thinking_token_budget"),
 }
-"""fields that do not go to the engine under their own names"""
+"""Fields that do not go to the engine under their own names."""
 
 
 def test_every_field_arrives(monkeypatch: pytest.MonkeyPatch) -> None:

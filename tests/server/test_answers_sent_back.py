@@ -84,7 +84,7 @@ def check(
 
 
 EVERY = pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-"""one place of so many in a row where an answer is cut"""
+"""One place of so many in a row where an answer is cut."""
 
 
 @EVERY

@@ -37,9 +37,9 @@ NEEDED: dict[str, Any] = {
     "content": "x",
     "text": "x",
 }
-"""a value of each field that some model needs"""
+"""A value of each field that some model needs."""
 BESIDE: dict[str, dict[str, Any]] = {"top_logprobs": {"logprobs": True}}
-"""what else a field needs"""
+"""What else a field needs."""
 
 
 def wire_models(root: type[Wire] = Wire) -> Iterator[type[Wire]]:
@@ -282,7 +282,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"response_format": {"type": "json_schema", "schema": SCHEMA, "name": "n"}},
     ),
 }
-"""what a chat may say → the same, and as other clients write it"""
+"""What a chat may say → the same, and as other clients write it."""
 
 
 @pytest.mark.parametrize("name", SAME)

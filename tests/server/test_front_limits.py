@@ -34,7 +34,7 @@ LOADS = {
     "many requests": {"per_s": 25.0, "max_tokens": 60},
     "many tokens": {"per_s": 15.0, "max_tokens": 400},
 }
-"""the first is held by the bucket of requests, the second by that of tokens"""
+"""The first is held by the bucket of requests, the second by that of tokens."""
 
 
 @cache

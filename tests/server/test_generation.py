@@ -169,13 +169,13 @@ def test_an_endpoint_is_one_class_and_one_row() -> None:
 
 SOURCE = inspect.getsource(generation)
 STAGES = ("respond", "_admit", "_begin", "_own", "_enter")
-"""what runs from the moment when places are held until the streams run"""
+"""What runs from the moment when places are held until the streams run."""
 AWAIT = ast.Expr(ast.Await(ast.parse("asyncio.sleep(0.001)", mode="eval").body))
 NUM_CHOICES = 2
 
 RIGHT = (200, {(NUM_CHOICES,) * 3})
 Count = tuple[int, int, int]
-"""choices: with a place in the engine, counted for their key, counted for all keys"""
+"""Choices: with a place in the engine, counted for their key, counted for all keys."""
 
 
 def with_awaits() -> Iterator[tuple[str, ast.Module]]:

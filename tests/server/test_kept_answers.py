@@ -82,7 +82,7 @@ class Cut:
     def __init__(self, num_bytes: int) -> None:
         self.leave = asyncio.Event()
         self.data = b""
-        """what it has read; the rest is lost"""
+        """What it has read; the rest is lost."""
         self._left = num_bytes
 
     def __call__(self, data: bytes) -> None:

@@ -37,7 +37,7 @@ ROUTES = [
     if isinstance(route, Route)
 ]
 KNOWN: dict[str, set[str]] = {}
-"""path → the methods of all its routes"""
+"""Path → the methods of all its routes."""
 for one in ROUTES:
     KNOWN.setdefault(one.path_format, set()).update(one.methods or ())
 ROWS = [(method, route.path_format, route) for method, route, _ in each(ROUTES)]
@@ -55,12 +55,12 @@ BODIES: dict[str, Any] = {
     "/v1/models/load": {"model": "hash-model"},
     "/v1/models/unload": {"model": "hash-model"},
 }
-"""bodies of the endpoints that want more than an empty object"""
+"""Bodies of the endpoints that want more than an empty object."""
 RUNNING: list[asyncio.Future[Reply]] = []
 REFUSED = {"/v1/models/unload": 409}
-"""statuses of what a server with one model does not do"""
+"""Statuses of what a server with one model does not do."""
 SLOW = {"/v1/engine/comparisons", "/v1/mcp/call"}
-"""endpoints that start a process, or ask another server"""
+"""Endpoints that start a process, or ask another server."""
 
 
 async def address_of(app: App, path: str) -> str:

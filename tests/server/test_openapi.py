@@ -37,7 +37,7 @@ SCHEMATHESIS_SETTINGS = """
 [checks.not_a_server_error]
 expected-statuses = ["2xx", "3xx", "4xx", "504"]
 """
-"""504 is a request's own deadline: the document allows any above 0 s"""
+"""504 is a request's own deadline: the document allows any above 0 s."""
 
 
 def the_document() -> Any:
@@ -151,8 +151,8 @@ CHECKS = (
     *("response_schema_conformance", "response_headers_conformance", "negative_data_rejection"),
     *("unsupported_method", "allow_header_conformance", "ignored_auth"),
 )
-"""all checks except those that demand that every body of the schema is accepted: some ranges depend
-on the model and are not in the document"""
+"""All checks except those that demand that every body of the schema is accepted: some ranges depend
+on the model and are not in the document."""
 
 
 def schemathesis() -> Path:

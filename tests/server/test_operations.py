@@ -20,7 +20,7 @@ from tests.support.serving import CHAT, COMPLETIONS, App, chat_body, completion_
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 SOFT_LIMIT_S = 1.0
-"""without a word of the engine"""
+"""Without a word of the engine."""
 SECRET = "the canary sings"
 
 

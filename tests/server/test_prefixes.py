@@ -33,7 +33,7 @@ PAGE = 4  # tokens per page of the hash model
 TEXT = "You are the keeper of the north library."
 BEGIN = small_tokenizer().encode(TEXT)
 OWNERS = {"a": True, "b": True, "c": False, "d": False}
-"""key → whether it shares public prefixes"""
+"""Key → whether it shares public prefixes."""
 
 
 @pytest.fixture

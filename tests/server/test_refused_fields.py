@@ -566,7 +566,7 @@ OF_OTHER_CLIENTS: dict[str, Any] = {
     **{"store": True, "verbosity": "low", "service_tier": "flex", "include": ["x"]},
     **{"prompt_cache_retention": "24h"},
 }
-"""fields that common clients send and that have no meaning here"""
+"""Fields that common clients send and that have no meaning here."""
 
 
 WITHOUT_A_MEANING = [

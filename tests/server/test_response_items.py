@@ -42,7 +42,7 @@ LEFT_OUT = [
     {"type": "program", "id": "x", "call_id": "c", "code": "x", "fingerprint": "x"},
     {"type": "program_output", "id": "x", "call_id": "c", "result": "x", "status": "completed"},
 ]
-"""items of kinds that only OpenAI can serve"""
+"""Items of kinds that only OpenAI can serve."""
 
 
 def chat_of(*items: Any, **more: Any) -> list[dict[str, Any]]:

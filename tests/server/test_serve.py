@@ -256,7 +256,7 @@ def test_files_are_looked_at_before_the_model_is_loaded(
 
 
 CLOSED_TERMINAL = -1
-"""in place of a signal"""
+"""In place of a signal."""
 
 
 SCRIPT = textwrap.dedent(
@@ -297,7 +297,7 @@ FORKS = textwrap.dedent(
     serve.run(make_hash_llm(step_s=0.01), address.bind(port=0), settings)
     """
 )
-"""imports what a server needs once, and forks for each server: the imports take a second"""
+"""Imports what a server needs once, and forks for each server: the imports take a second."""
 
 
 class TerminalServers:

@@ -44,11 +44,11 @@ from tests.support.waits import until
 
 STREAMS = 8
 MANY = 20
-"""requests of which both fronts get some"""
+"""Requests of which both fronts get some."""
 SLOW_STEPS = hash_server(fronts=2, step_s=0.02, max_batch_size=64)
-"""two fronts over an engine whose streams last long with few tokens, which cost CPU time"""
+"""Two fronts over an engine whose streams last long with few tokens, which cost CPU time."""
 Seen = tuple[int, dict[str, str], Any]
-"""status, headers and JSON of an answer"""
+"""Status, headers and JSON of an answer."""
 
 
 class LastingServer:

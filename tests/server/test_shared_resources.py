@@ -32,7 +32,7 @@ from tests.support.shared_resources import (
 )
 
 WAIT_S = 60
-"""seconds after which something has not happened"""
+"""Seconds after which something has not happened."""
 NAMES = [row.name for row in LIMITED]
 
 

@@ -307,7 +307,7 @@ CONVERSATION_ROWS: list[tuple[dict[str, Any], int, str | None, str | None, str]]
     ({"chat_template": "x"}, 400, "chat_template", "unsupported_parameter", "null"),
 ]
 NOBODY = {"role": "user", "name": "nobody", "content": "x"}
-"""a message that the tests' template refuses"""
+"""A message that the tests' template refuses."""
 TEMPLATE_ROWS: list[tuple[dict[str, Any], int, str | None, str | None, str]] = [
     (
         {"add_generation_prompt": True, "continue_final_message": True},

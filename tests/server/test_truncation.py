@@ -26,7 +26,7 @@ from tests.support.hash_engine import small_text_files
 from tests.support.serving import CHAT, COMPLETIONS, App, ask, chat_body, check_refused, with_app
 
 SIZE = 512
-"""tokens of the context; a character of these chats is a token"""
+"""Tokens of the context; a character of these chats is a token."""
 SYSTEM = {"role": "system", "content": "Be kind."}
 STRICT = (  # roles must alternate, and calls and results are shown
     "{% set ns = namespace(user=true) %}{% for m in messages if m.role != 'system' %}"

@@ -31,7 +31,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {**SHORT, "messages": [{"role": "user", "content": "Hello"}]},
 }
 STATUSES = {"/v1/messages": 529}
-"""statuses of a full server where they are not 503"""
+"""Statuses of a full server where they are not 503."""
 COMPLETION = ("/v1/completions", BODIES["/v1/completions"])
 
 

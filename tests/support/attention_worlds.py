@@ -233,7 +233,7 @@ def error(ours: list[Tensor], wanted: list[Tensor]) -> tuple[float, float]:
 
 # (query heads, groups, head size, window)
 Shape = tuple[int, int, int, int | None]
-"""heads, groups, size of a head, window"""
+"""Heads, groups, size of a head, window."""
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -16,7 +16,7 @@ with open(sys.argv[1] + "/cgroup.procs", "w", encoding="ascii") as group:
     group.write(str(os.getpid()))
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
-"""`python -c JOIN FOLDER ARGUMENTS`: `python ARGUMENTS` in a group"""
+"""`python -c JOIN FOLDER ARGUMENTS`: `python ARGUMENTS` in a group."""
 ROOT = Path("/sys/fs/cgroup")
 
 

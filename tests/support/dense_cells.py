@@ -25,7 +25,7 @@ class SetCell:
     seqs: set[int]
     token: int
     keys: list[Tensor] = field(default_factory=list)
-    """of each layer, [G, D], not rotated"""
+    """Of each layer, [G, D], not rotated."""
     values: list[Tensor] = field(default_factory=list)
 
 

@@ -29,7 +29,7 @@ MODULES = (
     "drivers/virtio/virtio_pci", "fs/netfs/netfs", "fs/fscache/fscache", "net/9p/9pnet",
     "net/9p/9pnet_virtio", "fs/9p/9p",
 )  # fmt: skip
-"""in the order in which they need each other"""
+"""In the order in which they need each other."""
 FIRST = """#!/bin/busybox sh
 B=/bin/busybox
 $B mount -t proc p /proc; $B mount -t sysfs s /sys; $B mount -t devtmpfs d /dev
@@ -43,7 +43,7 @@ $B chroot /host /bin/sh -c "$($B cat /command)" 2>&1
 echo "ENDED $?"
 $B poweroff -f
 """
-"""what the first process does: it runs a command in this machine's files"""
+"""What the first process does: it runs a command in this machine's files."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tests.support.doubles import launch_hash_llm, make_hash_llm
 COMMANDS = pytest.mark.parametrize(
     "options", [[], ["--replicas", "2"]], ids=["one_engine", "two_engines"]
 )
-"""runs a test with the options of a server with one engine, and of one with two"""
+"""Runs a test with the options of a server with one engine, and of one with two."""
 
 
 def launch_two_hash_llms(*, max_batch_size: int = 8, **settings: Any) -> AsyncLLM:
@@ -26,4 +26,4 @@ ENGINES = (
     pytest.param(make_hash_llm, id="one_engine"),
     pytest.param(launch_two_hash_llms, id="two_engines", marks=pytest.mark.slow),
 )
-"""parameters of tests and fixtures; two engines are slow"""
+"""Parameters of tests and fixtures; two engines are slow."""

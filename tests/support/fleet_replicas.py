@@ -45,11 +45,11 @@ class HashReplica:
         self.is_alive = True
         self.is_silent, self.silence_s, self.link_silence_s = False, 0.0, 0.0
         self.is_cut = False
-        """whether nothing passes between it and the fleet; its engine goes on"""
+        """Whether nothing passes between it and the fleet; its engine goes on."""
         self.num_sent = self.num_applied = 0
         self._num_taken = 0
         self.frames: list[tuple[int, list[StepOutput], StepEvents | None, int]] = []
-        """frames that have not arrived"""
+        """Frames that have not arrived."""
         self.commands: list[Callable[[], object]] = []
         self.num_deaths = 0
         self.listener: ReplicaListener | None = None
@@ -199,7 +199,7 @@ class Caller:
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.ends: dict[str, StepOutput] = {}
         self.replicas: dict[str, set[str]] = defaultdict(set)
-        """id → replicas that have reported a token of it"""
+        """Id → replicas that have reported a token of it."""
         self.has_died = False
 
     def deliver(self, outputs: list[StepOutput], step_events: StepEvents | None) -> None:

@@ -38,7 +38,7 @@ from tests.support.serving import COMPLETIONS, App, completion_body, serving
 from tests.support.tenants import make
 
 FULL = {429, 503}
-"""statuses of a use that was refused"""
+"""Statuses of a use that was refused."""
 
 
 @dataclass
@@ -49,22 +49,22 @@ class Flood:
     request does."""
 
     use: Callable[[str], Awaitable[int]]
-    """one use by a key; its status"""
+    """One use by a key; its status."""
     num_uses: int
-    """how often the flooder tries"""
+    """How often the flooder tries."""
     num_allowed: int
-    """how often one key may have it at the same time"""
+    """How often one key may have it at the same time."""
     release: Callable[[], object] = lambda: None
     turns: int = 0
-    """the most of the flooder's uses that may end before those of two others; 0 with resources
-    that are held: the others get theirs while the flooder keeps all of its own"""
+    """The most of the flooder's uses that may end before those of two others; 0 with resources
+    that are held: the others get theirs while the flooder keeps all of its own."""
     num_keys: int = 0
-    """number of flooding keys who could take all, if a key did not always get one; 0: they could
-    not, or what they have ends by itself"""
+    """Number of flooding keys who could take all, if a key did not always get one; 0: they could
+    not, or what they have ends by itself."""
     has_turns: bool = False
-    """whether others then wait in turn for the end of a use, and are not refused"""
+    """Whether others then wait in turn for the end of a use, and are not refused."""
     check: Callable[[], Awaitable[object]] | None = None
-    """looks at what is left to the others afterwards"""
+    """Looks at what is left to the others afterwards."""
 
 
 def is_flooder(key: str) -> bool:

@@ -81,7 +81,7 @@ class HashRunner:
         self.page_size = page_size
         self.cells: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         self.num_chunks = 0
-        """number of chunks that did not reach the end of their sequence"""
+        """Number of chunks that did not reach the end of their sequence."""
         self.max_rows = 0
 
     def execute(self, plan: Plan) -> Seq[Sampled]:
@@ -175,9 +175,9 @@ class AheadHashRunner(HashRunner):
         super().__init__(*args, **settings)
         self.num_pending = 0
         self.num_failed = 0
-        """number of launches that raised"""
+        """Number of launches that raised."""
         self._device: dict[int, tuple[int, int]] = {}
-        """id of a sequence → position and id of the token sampled last"""
+        """Id of a sequence → position and id of the token sampled last."""
 
     def launch(self, plan: Plan) -> Landed:
         ends = [(c.sequence, c.start + c.num_tokens) for c in plan if c.samples]
@@ -220,7 +220,7 @@ class HashDraftRunner(HashRunner):
         super().__init__(*args)
         self.wrong = wrong
         self.num_cells = 0
-        """number of cells that were computed"""
+        """Number of cells that were computed."""
 
     def execute(self, plan: Plan) -> Seq[Sampled]:
         for chunk in plan:

@@ -262,8 +262,8 @@ HARMLESS = {
     *("filtered loops", "shared dict()", "repeating kept", "rjust", "round"),
     *("architectures text", "index long name", "index NUL"),
 }
-"""what may be loaded: templates whose work takes little, or fails in the process that renders; a
-name in place of a list of one; an index of shards that are not there beside one file of all"""
+"""What may be loaded: templates whose work takes little, or fails in the process that renders; a
+name in place of a list of one; an index of shards that are not there beside one file of all."""
 OVER = "{% for a in range(9999) %}"
 
 

@@ -26,11 +26,11 @@ class Loaded:
     """The result of loading a checkpoint."""
 
     kind: str
-    """name of the exception; "loaded" = there was none, "killed" = a limit was exceeded"""
+    """Name of the exception; "loaded" = there was none, "killed" = a limit was exceeded."""
     message: str
     cpu_s: float
     num_bytes: int
-    """peak memory in bytes, above what the process had before"""
+    """Peak memory in bytes, above what the process had before."""
 
 
 class Loader:

@@ -10,9 +10,9 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 KINDS = [torch.float32, torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16]
-"""of tests with products"""
+"""Of tests with products."""
 LOADED = [torch.float32, torch.bfloat16] if INTERPRETED else [torch.bfloat16, torch.float16]
-"""of tests of kernels that widen what they load and multiply no matrices"""
+"""Of tests of kernels that widen what they load and multiply no matrices."""
 
 # The interpreter cuts bfloat16 off where a device rounds.
 _RELATIVE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

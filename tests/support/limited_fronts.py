@@ -43,7 +43,7 @@ class Fault:
     at_s: float
     lasts_s: float = 0.0
     front: int | None = None
-    """whose network it is; None = that of all"""
+    """Whose network it is; None = that of all."""
 
     def is_now(self, now_s: float, front: int) -> bool:
         return self.at_s <= now_s < self.at_s + self.lasts_s and self.front in (None, front)
@@ -58,10 +58,10 @@ class Arrival:
     num_prompt: int
     max_tokens: int
     num_tokens: int
-    """tokens that it makes"""
+    """Tokens that it makes."""
     takes_s: float
     is_refused: bool
-    """whether the engine has no room for it, once its key's limits have let it in"""
+    """Whether the engine has no room for it, once its key's limits have let it in."""
 
 
 @dataclass
@@ -70,11 +70,11 @@ class Admitted:
 
     num_requests: int = 0
     num_tokens: int = 0
-    """tokens of prompts and answers that were computed"""
+    """Tokens of prompts and answers that were computed."""
     most_open: int = 0
     num_open: int = 0
     longest_wait_s: float = 0.0
-    """the longest time that a decision took"""
+    """The longest time that a decision took."""
 
 
 def arrivals(

@@ -20,7 +20,7 @@ class LinkedEngine:
 
     def __init__(self, name: str, **settings: Any) -> None:
         self.lock = threading.RLock()
-        """held by whoever touches the engine"""
+        """Held by whoever touches the engine."""
         self.engine = HashReplica(name, **settings)
         self.host = ReplicaHost(self.engine)
         self.is_frozen = self.has_gone = False
@@ -57,7 +57,7 @@ class Wire:
     def __init__(self, machine: LinkedEngine, front: str) -> None:
         self.machine, self.front = machine, front
         self.is_slow = False
-        """whether nothing is read"""
+        """Whether nothing is read."""
         self.num_links = 0
         self._is_closed = False
         self._arrived = threading.Event()

@@ -39,7 +39,7 @@ class Said(NamedTuple):
     status: str = "200 OK"
     headers: Mapping[str, str] = {}
     ends: bool = True
-    """whether the connection then ends, and the length is known"""
+    """Whether the connection then ends, and the length is known."""
 
 
 def answer(asked: Asked, result: Any) -> Said:
@@ -67,7 +67,7 @@ class ScriptedMcp:
     def __init__(self) -> None:
         self.asked: list[Asked] = []
         self.says: dict[str, Callable[[Asked], Any]] = {}
-        """by the method of JSON-RPC (or of HTTP): a `Said`, or the result"""
+        """By the method of JSON-RPC (or of HTTP): a `Said`, or the result."""
         self.tool: Tool | None = None
         self.tools: list[Any] = [TOOL]
         self.url = ""

@@ -32,12 +32,12 @@ FLAGS = [
 ]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 WAIT_MS = 60_000
-"""far more than anything takes here, so that a loaded machine is no failure"""
+"""Far more than anything takes here, so that a loaded machine is no failure."""
 PHONE = {"width": 320, "height": 640}
 DESKTOP = {"width": 1280, "height": 800}
 Hands = Literal["mouse", "keyboard", "touch"]
 MAX_TABS = 150
-"""how often the Tab key may be pressed on the way to an element"""
+"""How often the Tab key may be pressed on the way to an element."""
 ON_A_PHONE = {"viewport": PHONE, "locale": "zh-CN", "has_touch": True, "is_mobile": True}
 ON_THE_WAY = (
     "(target) => { const now = document.activeElement;"
@@ -45,12 +45,12 @@ ON_THE_WAY = (
     " return now.compareDocumentPosition(target) & Node.DOCUMENT_POSITION_FOLLOWING"
     " ? 'Tab' : 'Shift+Tab'; }"
 )
-"""the key that leads nearer to an element; "" if it has the focus"""
+"""The key that leads nearer to an element; "" if it has the focus."""
 ANSWERS = (
     "[...document.querySelectorAll('.message.assistant text-view')].map((view) =>"
     " [...view.children].map((block) => block.textContent.trim()).join('\\n\\n'))"
 )
-"""the texts of the answers; `innerText` has no blocks that are outside of the window"""
+"""The texts of the answers; `innerText` has no blocks that are outside of the window."""
 
 
 def chromium_path() -> str:
@@ -81,7 +81,7 @@ class Wire:
 
     def __init__(self, to_port: int) -> None:
         self.pause_s = 0.0
-        """seconds after each piece from the server"""
+        """Seconds after each piece from the server."""
         self._to_port = to_port
         self._open: list[socket.socket] = []
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -130,9 +130,9 @@ class Reader:
         self.context = browser.new_context(**{"viewport": DESKTOP, "locale": "en-GB", **context})
         self.context.set_default_timeout(WAIT_MS)
         self.problems: list[str] = []
-        """errors and policy violations that the browser reported"""
+        """Errors and policy violations that the browser reported."""
         self.foreign: list[str] = []
-        """addresses of other hosts that were asked for"""
+        """Addresses of other hosts that were asked for."""
         self.page = self.open()
 
     def open(self, path: str = "/") -> Any:

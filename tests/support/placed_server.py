@@ -25,7 +25,7 @@ ASKED = {
     "logprobs": 0,
 }
 LARGE_PAGES = 512
-"""number of pages of 4 KiB from which a part of memory counts"""
+"""Number of pages of 4 KiB from which a part of memory counts."""
 
 
 def ask(path: str, body: dict[str, Any] | None = None, url: str = URL) -> Any:

@@ -56,13 +56,13 @@ class Grouped:
     """Integers of a weight: those that are stored, from 0 on."""
 
     stored: Tensor
-    """[out, in]"""
+    """[out, in]."""
     zeros: Tensor
-    """[out, groups]"""
+    """[out, groups]."""
     scales: Tensor
-    """[out, groups], in their own dtype"""
+    """[out, groups], in their own dtype."""
     groups: Tensor
-    """of each input, [in]"""
+    """Of each input, [in]."""
 
     @property
     def numbers(self) -> Tensor:

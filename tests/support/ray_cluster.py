@@ -21,7 +21,7 @@ ENGINE, STANDBY, ACTOR = "infer-engine", "infer-standby", "ray::EngineActor"
 REPLICA, FRONT = "ray::ServeReplica:infer:Engine", "ray::ServeReplica:infer:Front"
 RAYLET, GCS = "raylet/raylet", "gcs/gcs_server"
 START_S = 240.0
-"""seconds that a cluster may take to start; other work may share its cores"""
+"""Seconds that a cluster may take to start; other work may share its cores."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Part:
     pid: int
     parent: int
     name: str
-    """name of an engine's process or of its standby, and the command of others"""
+    """Name of an engine's process or of its standby, and the command of others."""
 
 
 class RayCluster:
@@ -46,7 +46,7 @@ class RayCluster:
     def __init__(self, process: subprocess.Popen[str], port: int) -> None:
         self._process = process
         self.port = port
-        """where Ray Serve answers HTTP"""
+        """Where Ray Serve answers HTTP."""
 
     def parts(self) -> dict[int, Part]:
         """All processes of the cluster that live."""

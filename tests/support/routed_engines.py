@@ -14,7 +14,7 @@ from infer.types import Request, StepOutput
 from tests.support.hash_engine import limits_of, make_hash_core
 
 COSTS_S = (10e-3, 3e-4, 3e-4)
-"""seconds of a step, of each prompt token and of each sequence in it"""
+"""Seconds of a step, of each prompt token and of each sequence in it."""
 
 
 class RoutedEngine:
@@ -46,7 +46,7 @@ class RoutedEngines:
         self.now_s = 0.0
         self.on_end: Callable[[StepOutput], None] = lambda output: None
         self.first_token_s: dict[str, float] = {}
-        """seconds until the first token of each request"""
+        """Seconds until the first token of each request."""
         self._waiting_since_s: dict[str, float] = {}
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._num_events = 0

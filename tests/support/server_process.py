@@ -29,7 +29,7 @@ from tests.support.raw_http import connect
 
 WORDS = ["Once", "upon", "a", "time", "there", "was", "one", "little", "fox", "and", "an", "owl"]
 PAUSE_S = 0.05
-"""seconds between two events of a stream that are noted with their time"""
+"""Seconds between two events of a stream that are noted with their time."""
 ROOT = Path(__file__).parents[2]
 ENV = {
     **os.environ,
@@ -278,16 +278,16 @@ class Heard:
     error: dict[str, Any] | None = None
     status: int = 0
     status_s: float = 0.0
-    """seconds from the connection to the status line"""
+    """Seconds from the connection to the status line."""
     is_done: bool = False
     first_s: float = 0.0
-    """seconds from the status line to the first event: waiting in the queue and prefill"""
+    """Seconds from the status line to the first event: waiting in the queue and prefill."""
     silence_s: float = 0.0
-    """longest time between two events, in seconds"""
+    """Longest time between two events, in seconds."""
     gaps_s: list[float] = field(default_factory=list)
     pauses: list[tuple[float, float]] = field(default_factory=list)
-    """when the times between two events began and ended that were longer than `PAUSE_S`, in seconds
-    of the monotonic clock"""
+    """When the times between two events began and ended that were longer than `PAUSE_S`, in seconds
+    of the monotonic clock."""
     headers: str = ""
 
     @property

@@ -25,11 +25,11 @@ MAKERS = {
     *("create_engine", "AsyncClient", "HTTPTransport", "start_server", "create_server"),
     *("KeyPlaces", "BodyBudget", "start_module"),
 }
-"""what the standard library and others have for it, and what counts for it"""
+"""What the standard library and others have for it, and what counts for it."""
 SERVING = ("server/", "text/", "fair_queue.py", "threads.py")
-"""the rooms whose classes are makers"""
+"""The rooms whose classes are makers."""
 REFUSALS = {"too_many", "OverloadedError", "HttpError"}
-"""what makes the error for a caller who finds no room; an `HttpError` by its status"""
+"""What makes the error for a caller who finds no room; an `HttpError` by its status."""
 _FULL = {429, 503}
 _SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

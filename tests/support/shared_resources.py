@@ -10,9 +10,9 @@ class KeyLimit(NamedTuple):
     """The setting or constant that says how much of a resource one key may have."""
 
     where: str
-    """`module:name.attribute`, without `infer.`"""
+    """`module:name.attribute`, without `infer.`."""
     value: int | None
-    """None: there is no limit unless the operator sets one"""
+    """None: there is no limit unless the operator sets one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +24,14 @@ class SharedResource:
 
     name: str
     made_at: tuple[str, ...] = ()
-    """`file:where:call` of what makes it; `#2` is a second such call in one place"""
+    """`file:where:call` of what makes it; `#2` is a second such call in one place."""
     refused_at: tuple[str, ...] = ()
-    """the same of what makes the error for a caller who finds no room"""
+    """The same of what makes the error for a caller who finds no room."""
     limits: tuple[KeyLimit, ...] = ()
     status: int | None = None
-    """status of what is beyond a key's limit; None: nothing is refused, see `why`"""
+    """Status of what is beyond a key's limit; None: nothing is refused, see `why`."""
     why: str
-    """what else holds; without limits: why no key can take it from others"""
+    """What else holds; without limits: why no key can take it from others."""
 
 
 def _at(file: str, *names: str) -> tuple[str, ...]:
@@ -303,7 +303,7 @@ LIMITED = (
         why="The oldest of the key that have ended are forgotten; the first reader gives way.",
     ),
 )
-"""resources of which each key may have a part"""
+"""Resources of which each key may have a part."""
 
 UNLIMITED = (
     SharedResource(
@@ -582,7 +582,7 @@ UNLIMITED = (
         why="They have one user.",
     ),
 )
-"""what needs no limit of a key, because no caller can take it from others"""
+"""What needs no limit of a key, because no caller can take it from others."""
 
 SHARED_RESOURCES = LIMITED + UNLIMITED
 

@@ -19,9 +19,9 @@ class ChoiceHeard:
 
     text: str = ""
     logprobs: list[tuple[Any, ...]] = field(default_factory=list)
-    """token, log-probability, and those of others at its place"""
+    """Token, log-probability, and those of others at its place."""
     calls: list[tuple[str, str]] = field(default_factory=list)
-    """name and arguments of each call of a tool"""
+    """Name and arguments of each call of a tool."""
     finish_reason: str | None = None
 
 
@@ -34,9 +34,9 @@ class StreamHeard:
     error: dict[str, Any] | None = None
     is_done: bool = False
     times_s: list[float] = field(default_factory=list)
-    """when each event came, in seconds of the monotonic clock"""
+    """When each event came, in seconds of the monotonic clock."""
     session: list[dict[str, Any]] | None = None
-    """messages of the session in which it was a turn, after it"""
+    """Messages of the session in which it was a turn, after it."""
 
     @property
     def answer(self) -> tuple[Any, ...]:

@@ -28,9 +28,9 @@ class Session:
 
     process: subprocess.Popen[bytes]
     fd: int
-    """our end of the terminal"""
+    """Our end of the terminal."""
     raw: str = ""
-    """all that has come"""
+    """All that has come."""
     _decoder: codecs.IncrementalDecoder = field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
     )

@@ -202,4 +202,4 @@ CASES: list[tuple[ToolFormat | None, str, Parts]] = [
     (PYTHONIC, "[f(a=1e999)]", Parts("", "1e999)]", (ToolCall("f", '{"a": '),))),
     (PYTHONIC, f"[f(a={'9' * 5000})]", Parts("", f"{'9' * 5000})]", (ToolCall("f", '{"a": '),))),
 ]  # fmt: skip
-"""(format, answer, its parts for a request with the tools in NAMES)"""
+"""(format, answer, its parts for a request with the tools in NAMES)."""

@@ -36,7 +36,7 @@ TOO_MANY: list[tuple[dict[str, Any], str]] = [
     ({**MULTIPLE, "allOf": [{"oneOf": [{"multipleOf": 11}]}]}, "multipleOf of one value needs"),
     ({"$ref": "#/$defs/a", "multipleOf": 11, "$defs": {"a": MULTIPLE}}, "multipleOf of one value"),
 ]
-"""automata that take seconds to make"""
+"""Automata that take seconds to make."""
 ACCEPTED: list[dict[str, Any]] = [
     {"multipleOf": 399989},
     {"multipleOf": 2**18},

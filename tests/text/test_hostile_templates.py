@@ -29,7 +29,7 @@ VARIABLES: dict[str, Any] = {
     "d": {str(i): i for i in range(50_000)},
 }
 BIG = "(0).from_bytes(hex.encode(), 'big')"
-"""an integer of 12 million bits"""
+"""An integer of 12 million bits."""
 TABLE = {
     "an integer by an integer": f"{BIG} // (0).from_bytes(hex[:750000].encode(), 'big')",
     "the remainder": f"{BIG} % (0).from_bytes(hex[:750000].encode(), 'big')",

@@ -243,7 +243,7 @@ def test_expressions_that_cannot_be_enforced_are_known(compiler: Compiler) -> No
 LIMITS = (0, 1, 2**31 - 1, 2**31, 2**53 - 1, 10**17, 10**18 - 1, 2**62, 2**63 - 1025, 2**63 - 1,
           2**63, 2**64 - 1, 1e19, 1e100, 1.7976931348623157e308, 0.5, 1e-9, 1e-12, 1e-60, 1e-100,
           5e-324, 0.01, 3.141592653589793, 604800, 86400)  # fmt: skip
-"""numbers that other languages have as the ends of their types, and others that people write"""
+"""Numbers that other languages have as the ends of their types, and others that people write."""
 
 
 @pytest.mark.parametrize("name", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])

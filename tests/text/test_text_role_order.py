@@ -259,7 +259,7 @@ def find_loss(shown: ChatTemplate, order: str, tools: Any, **options: Any) -> st
 
 LONGEST = 4
 Kind = tuple[str, ChatTemplate, list[str]]
-"""name, template, and orders to try"""
+"""Name, template, and orders to try."""
 
 
 def _kinds() -> Iterator[Any]:

@@ -98,9 +98,9 @@ def test_what_fails_while_rendering_is_the_callers_error(source: str, told: str)
 
 
 LOOPS = "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}"
-"""without end in the interpreter"""
+"""Without end in the interpreter."""
 POWER = "{% set n = 10 ** 10 %}{{ 10 ** n }}"
-"""without end within one operation"""
+"""Without end within one operation."""
 LARGE = [
     ("{{ 'a' * 10**9 }}", "too much memory"),
     ("{{ [1] * 10**9 }}", "too much memory"),

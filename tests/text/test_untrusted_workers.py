@@ -25,7 +25,7 @@ from infer.types.grammar import Grammar
 from tests.support.stopped import go_on, stop
 
 LOOP = "{% for i in range(n) %}{% endfor %}{{ n }}"
-"""a template whose work is a variable"""
+"""A template whose work is a variable."""
 NOW_S = 60.0
 
 

@@ -25,7 +25,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LLAMA_CPP = "llama-cpp-python==0.3.36"
 NATIVE_OFF = "-DGGML_NATIVE=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF"
-"""without the instructions of newer processors, which some compilers translate wrongly"""
+"""Without the instructions of newer processors, which some compilers translate wrongly."""
 
 
 @dataclass(frozen=True)

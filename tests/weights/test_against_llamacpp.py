@@ -40,7 +40,7 @@ NUM_TOKENS = 4000
 WINDOW = 500
 PERPLEXITY_LIMIT = 0.005
 NEAR_TIE = 0.05
-"""how far two logits may be apart for either to be the greedy token"""
+"""How far two logits may be apart for either to be the greedy token."""
 TEXTS = [
     "Hello, world!",
     "  two  spaces,\ttabs\n\n\nand lines \r\n",

@@ -46,7 +46,7 @@ SURE = {QUESTION: [504, 7011, 282, 3380, 314, 4011, 30],
             [504, 808, 2531, 5073, 282, 260, 12567, 359],
         "What colour is the sky on a clear day?":
             [504, 6376, 335, 253, 2437, 1194, 314]}  # fmt: skip
-"""question → tokens of its answer that lead by 0.7 or more"""
+"""Question → tokens of its answer that lead by 0.7 or more."""
 COMPLETIONS = {
     "The capital of France is": [7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33, 40, 29,
                                  32, 33],
@@ -58,7 +58,7 @@ COMPLETIONS = {
                                         46477, 5972, 314, 4355, 24149],
 }  # fmt: skip
 PERPLEXITY = 108.615
-"""of the first 1,000 tokens of the quality program's text, in windows of 250"""
+"""Of the first 1,000 tokens of the quality program's text, in windows of 250."""
 
 
 @pytest.fixture(scope="module", autouse=True)

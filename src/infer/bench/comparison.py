@@ -34,7 +34,7 @@ _WORDS = _TEXT.split()
 
 Requests = tuple[list[str], list[SamplingParams]]
 Tell = Callable[[str, dict[str, Any]], None]
-"""gets the name and the data of an event: `hello`, `frame` or `summary` of a mode"""
+"""Gets the name and the data of an event: `hello`, `frame` or `summary` of a mode."""
 
 
 def _requests(num_requests: int, num_words: list[int], num_tokens: list[int]) -> Requests:

@@ -28,7 +28,7 @@ OF_WORKLOAD = (
 )
 """The options that only some workloads have."""
 MAX_PROMPT_TOKENS = 100_000_000
-"""maximum of the tokens of all prompts together, which are made before the measurement"""
+"""Maximum of the tokens of all prompts together, which are made before the measurement."""
 MAX_REQUESTS = 1_000_000
 Number = Annotated[int, Meta(ge=1, le=MAX_REQUESTS)]
 Tokens = Annotated[int, Meta(ge=1, le=10_000_000)]

@@ -30,7 +30,7 @@ COUNTED = (
     *("num_drafts", "num_draft_tokens", "num_accepted_tokens"),
     *("num_batches", "num_batch_tokens", "num_padded_tokens"),
 )
-"""the counters of the engine that are in a summary, those of batches in static mode"""
+"""The counters of the engine that are in a summary, those of batches in static mode."""
 LATENCIES = ("ttft_ms", "itl_ms", "e2e_ms")
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 FULL = "context_length_exceeded"
-"""code of the error of a conversation that does not fit into the model's context"""
+"""Code of the error of a conversation that does not fit into the model's context."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Taken:
     total_s: float = 0.0
     finish_reason: str = ""
     num_dropped: int = 0
-    """oldest messages that were left out of the prompt"""
+    """Oldest messages that were left out of the prompt."""
     request_id: str = ""
     began_s: float = field(default_factory=time.perf_counter)
 

@@ -26,22 +26,22 @@ log = logging.getLogger("infer.server")
 
 PREFIX = "INFER_"
 MODEL = "model"
-"""the setting that may be several: a list of `[NAME=]PATH`"""
+"""The setting that may be several: a list of `[NAME=]PATH`."""
 MODELS = "models"
-"""the table of a file with a path for each name"""
+"""The table of a file with a path for each name."""
 PATH, ALIASES = "path", "aliases"
-"""what a model's table in it may have beside settings of its engine"""
+"""What a model's table in it may have beside settings of its engine."""
 NOT_OF_ONE = frozenset({MODEL, "served_model_name"})
-"""settings of an engine that its name and path stand for there"""
+"""Settings of an engine that its name and path stand for there."""
 KINDS: tuple[Any, ...] = (ListenAddress, ServerSettings, EngineConfig)
 FILE_VARIABLE = f"{PREFIX}CONFIG"
 OTHER_VARIABLES = (
     *(FILE_VARIABLE, "INFER_API_KEY", "INFER_ISA", "INFER_LINEAR", "INFER_WRAP_CORE"),
     "INFER_REQUIRE_KERNELS",
 )
-"""variables that are no settings of a server"""
+"""Variables that are no settings of a server."""
 _LINK = re.compile(r"\w+://\d")
-"""what Kubernetes puts into `INFER_PORT` where a service has the name `infer`"""
+"""What Kubernetes puts into `INFER_PORT` where a service has the name `infer`."""
 _KEY = re.compile(r"""\s*(?:"([^"]+)"|'([^']+)'|([A-Za-z0-9_-]+))\s*=""")
 _TABLE = re.compile(r"\s*\[+\s*([A-Za-z0-9_-]+)")
 
@@ -51,7 +51,7 @@ class Given(NamedTuple):
 
     value: Any
     origin: str
-    """a flag, a variable, or a file with its line"""
+    """A flag, a variable, or a file with its line."""
     is_flag: bool = False
 
 
@@ -78,12 +78,12 @@ class Configuration:
     a flag is refused, because everybody on the machine can read the command lines of processes."""
 
     given: Mapping[str, Given]
-    """what was chosen, by the setting's name"""
+    """What was chosen, by the setting's name."""
     address: ListenAddress
     server: ServerSettings
     configs: EngineConfig | dict[str, EngineConfig]
     presets: Presets
-    """what the file says of models by their names"""
+    """What the file says of models by their names."""
 
     @classmethod
     def read(

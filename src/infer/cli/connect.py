@@ -18,7 +18,7 @@ from infer.cli.explain import get_json
 from infer.errors import InferError
 
 MIN_WINDOW = 32_768
-"""tokens below which an agent has no room to work: its first prompt alone has up to 19,000"""
+"""Tokens below which an agent has no room to work: its first prompt alone has up to 19,000."""
 
 
 class Start(NamedTuple):
@@ -32,10 +32,10 @@ class ServedModel(NamedTuple):
     """What an agent is to use."""
 
     url: str
-    """of the server, without a path"""
+    """Of the server, without a path."""
     model: str
     window: int
-    """tokens of prompt and output together"""
+    """Tokens of prompt and output together."""
     api_key: str
 
     @property
@@ -102,7 +102,7 @@ AGENTS: Mapping[str, Callable[[ServedModel], Start]] = {
     "qwen": _qwen,
     "opencode": _opencode,
 }
-"""agents by the name of their command"""
+"""Agents by the name of their command."""
 
 
 def find_target(url: str, model: str | None, api_key: str | None) -> ServedModel:

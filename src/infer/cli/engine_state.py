@@ -24,12 +24,12 @@ class SeenRequest:
 
     state: RequestState
     name: str | None
-    """None for a request of another key"""
+    """None for a request of another key."""
     choice: int
     max_tokens: int
     since_ms: float
     seat: int | None = None
-    """lowest seat of its replica that was free when it was admitted; None while it waits"""
+    """Lowest seat of its replica that was free when it was admitted; None while it waits."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class StepTotals:
     num_sequences: int
     num_prompt_tokens: int
     replica: str = ""
-    """name of the engine, where there are several"""
+    """Name of the engine, where there are several."""
 
 
 @dataclass
@@ -54,23 +54,23 @@ class EngineState:
     hello: Fields = field(default_factory=dict)
     states: RequestStates = field(default_factory=RequestStates)
     requests: dict[str, SeenRequest] = field(default_factory=dict)
-    """by number, as text"""
+    """By number, as text."""
     gauges: Fields = field(default_factory=dict)
     now_ms: float = 0.0
     number: int = 0
-    """number of the latest step"""
+    """Number of the latest step."""
     steps: deque[StepTotals] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     first_token_ms: deque[tuple[float, float]] = field(
         default_factory=lambda: deque(maxlen=MAX_TIMES)
     )
-    """when a first token came, and how long after its request"""
+    """When a first token came, and how long after its request."""
     gaps: deque[tuple[float, list[int]]] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
     output: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
-    """when output tokens came, and how many"""
+    """When output tokens came, and how many."""
     num_left_out: int = 0
-    """frames that the server has left out"""
+    """Frames that the server has left out."""
     end: str | None = None
-    """why the stream has ended"""
+    """Why the stream has ended."""
 
     def take(self, kind: str, fields: Fields) -> None:
         """The next event; raises `LookupError`, `TypeError` or `ValueError` for one that is none of

@@ -13,7 +13,7 @@ from infer.replicas.spawned import EarlyProcess
 from infer.signals import ended_by_signals, open_standard_streams
 
 WITHOUT_PROCESS = ("--help", "--help-all", "--engine-thread", "--load-on-first-use")
-"""options of `infer serve` with which no engine process is started at once"""
+"""Options of `infer serve` with which no engine process is started at once."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -22,9 +22,9 @@ _ON = {
 _OFF = "\x1b[0m"
 _STYLE_OF = {"**": "bold", "__": "bold", "*": "emphasis", "_": "emphasis", "`": "code"}
 LONGEST_MARK = 7
-"""characters with which a line says what it is: a heading of the sixth level"""
+"""Characters with which a line says what it is: a heading of the sixth level."""
 MAX_HELD = 4096
-"""characters of a word without an end after which it is shown as far as it has come"""
+"""Characters of a word without an end after which it is shown as far as it has come."""
 
 
 class MarkdownStream:
@@ -40,15 +40,15 @@ class MarkdownStream:
         self._held = ""
         self._column = 0
         self._indent = 0
-        """columns with which a line goes on that is broken"""
+        """Columns with which a line goes on that is broken."""
         self._at_start = True
-        """whether nothing of the current line has been read"""
+        """Whether nothing of the current line has been read."""
         self._space = ""
-        """blanks between the last word and the next one, which may be broken here"""
+        """Blanks between the last word and the next one, which may be broken here."""
         self._styles: list[str] = []
         self._in_fence = False
         self._is_fence = False
-        """whether the current line begins or ends a block of code"""
+        """Whether the current line begins or ends a block of code."""
 
     def add(self, text: str) -> None:
         """Show what can be shown of the text so far."""

@@ -54,7 +54,7 @@ Model = Annotated[
 ]
 
 _RARE = "rare_options"
-"""attribute of a command's function: names of its options that only `--help-all` shows"""
+"""Attribute of a command's function: names of its options that only `--help-all` shows."""
 _HELP_ALL = "help_all"
 _SHOWS_ALL = "infer.shows_all_options"
 _METAVARS = {int: "N", float: "X"}

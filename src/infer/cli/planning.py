@@ -18,11 +18,11 @@ from infer.models.quantized_config import METHODS
 from infer.models.registry import ARCHITECTURES
 
 MAX_FREE_GIB = 2**20
-"""maximum of `--free-gib`: one pebibyte, more than any machine has"""
+"""Maximum of `--free-gib`: one pebibyte, more than any machine has."""
 
 
 AGENT_WINDOWS = (MIN_WINDOW, 2 * MIN_WINDOW)
-"""tokens of context: the fewest with which a coding agent works, and a comfortable number"""
+"""Tokens of context: the fewest with which a coding agent works, and a comfortable number."""
 
 
 def run_plan(

@@ -20,9 +20,9 @@ from infer.readiness import READABLE, is_ready
 from infer.threads import BackgroundThread
 
 ESCAPE = "\x1b"
-"""the key Esc"""
+"""The key Esc."""
 _SEQUENCES = re.compile(r"\x1b[\[O][0-9;]*[A-Za-z~]")
-"""what keys such as arrows send; it begins as Esc does"""
+"""What keys such as arrows send; it begins as Esc does."""
 _LOOK_S = 0.1
 _MAX_BYTES = 64
 

@@ -13,7 +13,7 @@ from infer.cli.plain import plain
 from infer.errors import InferError
 
 LOAD_TIMEOUT_S = 3600.0
-"""seconds that a server has to load a model, or to finish the requests of one"""
+"""Seconds that a server has to load a model, or to finish the requests of one."""
 
 
 def run_load(url: str, model: str, api_key: str | None) -> None:

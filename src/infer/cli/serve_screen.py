@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from infer.engine.client.async_llm import AsyncLLM
 
 FRAME_S = 0.1
-"""seconds between two pictures of the spinner"""
+"""Seconds between two pictures of the spinner."""
 FIRST_STAGE = "starting the engine"
 _FRAMES, _ASCII_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 _LABEL_COLUMNS = 11

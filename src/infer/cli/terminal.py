@@ -19,9 +19,9 @@ from infer.readable_text import readable
 from infer.types import SamplingParams, TextDelta
 
 FROM_STDIN = "-"
-"""prompt that stands for the text on stdin"""
+"""Prompt that stands for the text on stdin."""
 MAX_STDIN_CHARS = 64 << 20
-"""most characters of it"""
+"""Most characters of it."""
 
 
 def write_stream(pieces: Iterable[TextDelta]) -> tuple[str, Taken]:

@@ -22,9 +22,9 @@ from infer.readable_text import readable
 from infer.types import Sampling, SamplingParams
 
 MAX_FILE_BYTES = 64 << 20
-"""most bytes of a file that `/load` reads"""
+"""Most bytes of a file that `/load` reads."""
 NEARLY_FULL = 0.8
-"""share of the model's context from which each answer says how full it is"""
+"""Share of the model's context from which each answer says how full it is."""
 SUMMARISE = (
     "Summarise our conversation so far: what was asked, what was found, what is decided and what is"
     " open. Only the summary."
@@ -45,7 +45,7 @@ class Chat:
         self._messages: list[Message] = []
         self._taken = Taken()
         self._cuts = False
-        """whether the oldest messages are left out where the context is full"""
+        """Whether the oldest messages are left out where the context is full."""
         if system:
             self._messages.append({"role": "system", "content": readable(system)})
         self._commands: dict[str, tuple[Callable[[str], object], str]] = {
@@ -282,7 +282,7 @@ class Typed(NamedTuple):
 
     text: str
     is_quoted: bool = False
-    """whether it stood between quotes, so that it is a message whatever it begins with"""
+    """Whether it stood between quotes, so that it is a message whatever it begins with."""
 
 
 def read_message() -> Typed | None:

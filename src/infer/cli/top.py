@@ -32,7 +32,7 @@ WIDE = 100
 """Columns of a terminal that is wide enough for all that is known of replicas, and for all gauges
 in one line."""
 KEYS, PAUSED = "q leaves, p pauses", "paused: p goes on, q leaves"
-"""what is said of the keys"""
+"""What is said of the keys."""
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _END = {
     "shutting_down": "the server shuts down",

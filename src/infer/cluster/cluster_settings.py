@@ -28,17 +28,17 @@ from infer.server.sessions import NO_SESSIONS
 from infer.server.settings import ServerSettings
 
 OF_A_FRONT = ("fronts", "insecure")
-"""settings of a cluster that all its models share"""
+"""Settings of a cluster that all its models share."""
 C = TypeVar("C")
 
 MAX_ENGINES = 4096
-"""maximum of the engines of a cluster"""
+"""Maximum of the engines of a cluster."""
 MAX_ENGINES_PER_MACHINE = 100
-"""the most that Ray Serve takes as a limit"""
+"""The most that Ray Serve takes as a limit."""
 _LABEL = re.compile("!?[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?")
 _LABEL_NAME = re.compile("([a-zA-Z0-9.-]{1,200}/)?[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?")
 OPEN_REQUESTS = 10_000
-"""requests that Ray lets a replica have, at least; our own limits are below it"""
+"""Requests that Ray lets a replica have, at least; our own limits are below it."""
 NOT_IN_A_CLUSTER = {
     "uds": "Ray Serve decides where it listens",
     "ssl_certfile": "Ray Serve speaks plain HTTP; end TLS in front of it",
@@ -51,7 +51,7 @@ NOT_IN_A_CLUSTER = {
     "drain_delay_s": "Ray Serve takes a front from its proxies before it ends it",
     "metrics_port": "the fronts answer /metrics where Ray Serve listens",
 }
-"""settings of the server that have no meaning here, and why"""
+"""Settings of the server that have no meaning here, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)

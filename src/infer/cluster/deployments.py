@@ -73,30 +73,31 @@ from infer.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 FROM_RESERVED = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
-"""variables that Ray sets by what an actor reserves"""
+"""Variables that Ray sets by what an actor reserves."""
 FACTORY = "infer.engine.build.assemble:prepare_process"
 BACKPRESSURE = 256
-"""items of a link that may wait at a front before its engine keeps them in its own queue"""
+"""Items of a link that may wait at a front before its engine keeps them in its own queue."""
 HEALTH_S = 2.0
-"""seconds between two checks of an engine by Ray"""
+"""Seconds between two checks of an engine by Ray."""
 HEALTH_TIMEOUT_S = 10.0
-"""seconds that a check may take; after three that fail Ray replaces the engine"""
+"""Seconds that a check may take; after three that fail Ray replaces the engine."""
 MAX_RESTARTS = 10
-"""times that Ray starts the actor of an engine again before the whole replica is replaced"""
+"""Times that Ray starts the actor of an engine again before the whole replica is replaced."""
 DESCRIBE_S = 1.0
-"""seconds that an engine's actor has to say who it is; it may be frozen, or being started again"""
+"""Seconds that an engine's actor has to say who it is; it may be frozen, or being started again."""
 ENDED_S = 0.1
-"""seconds after which Ray looks whether an engine's replica has calls left, of which it has none"""
+"""Seconds after which Ray looks whether an engine's replica has calls left, of which it has none.
+"""
 MOVE_S = 0.5
-"""seconds that fronts have to move what is left at the end of a drain"""
+"""Seconds that fronts have to move what is left at the end of a drain."""
 DISCOVERY_S = 1.0
-"""seconds between two looks of a front at the names of engines"""
+"""Seconds between two looks of a front at the names of engines."""
 CLOCK_TIMEOUT_S = 5.0
-"""seconds that an engine's actor has to tell its time"""
+"""Seconds that an engine's actor has to tell its time."""
 NO_USAGE_STATISTICS = ("RAY_USAGE_STATS_ENABLED", "0")
-"""Ray else reports to its makers how it is used"""
+"""Ray else reports to its makers how it is used."""
 FRONT_VARIABLES = {"RAY_timeout_ms_task_wait_for_death_info": "0"}
-"""environment of fronts: Ray else waits for a second before it says that an actor has died"""
+"""Environment of fronts: Ray else waits for a second before it says that an actor has died."""
 
 _decode_files = msgspec.msgpack.Decoder(TextFiles).decode
 
@@ -126,7 +127,7 @@ class EngineActor:
             load_timeout_s=server.load_timeout_s,
         )
         self._host: ReplicaHost | None = None
-        """None until the engine is loaded"""
+        """None until the engine is loaded."""
         self._order = CommandOrder()
         # An engine's process dies with the thread that started it; this one stays.
         self._keeper = threading.Thread(target=self._keep, name="infer-keeper", daemon=True)
@@ -282,7 +283,7 @@ class RayLink:
         self._stream: Any = None
         self._lock = threading.Lock()
         self._link = self._num_sent = 0
-        """number of the link, and of its commands so far; see `CommandOrder`"""
+        """Number of the link, and of its commands so far; see `CommandOrder`."""
 
     def connect(self) -> Iterator[bytes]:
         """See `Link`."""

@@ -10,10 +10,10 @@ import threading
 import time
 
 MISSING_S = 3.0
-"""seconds for which commands wait for an earlier one before their link is dropped"""
+"""Seconds for which commands wait for an earlier one before their link is dropped."""
 ITEM_S = 0.02
-"""seconds from an item of a link to the next one: short steps share an item, for Ray takes some
-milliseconds of CPU for each. Where steps take longer, nothing waits"""
+"""Seconds from an item of a link to the next one: short steps share an item, for Ray takes some
+milliseconds of CPU for each. Where steps take longer, nothing waits."""
 
 
 class CommandOrder:
@@ -58,9 +58,9 @@ class _Arrivals:
         self.link = link
         self._next_number = 0
         self._early: dict[int, bytes] = {}
-        """commands that have come before an earlier one"""
+        """Commands that have come before an earlier one."""
         self._complete_s = time.monotonic()
-        """when a command could be obeyed for the last time"""
+        """When a command could be obeyed for the last time."""
 
     def add(self, number: int, item: bytes) -> list[bytes]:
         """See `CommandOrder.arrived`."""

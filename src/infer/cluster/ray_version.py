@@ -13,7 +13,7 @@ from infer.extras import to_install
 log = logging.getLogger(__name__)
 
 LOWEST, BELOW = (2, 60), (3, 0)
-"""versions that the extra `cluster` allows"""
+"""Versions that the extra `cluster` allows."""
 
 
 def check_version(found: str | None) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from infer.replicas.host import EngineLoad
 
 SEATS_IN_USE = 0.8
-"""share of the seats that may be in use before there is to be one more engine"""
+"""Share of the seats that may be in use before there is to be one more engine."""
 
 
 def engines_wanted(

@@ -13,7 +13,7 @@ from infer.server.front_relay import RelayError
 from infer.server.tenancy.front_limits import AuthorityError
 
 NAMESPACE = "infer"
-"""of the actors that have names"""
+"""Of the actors that have names."""
 
 
 class FrontsActor(FrontExchange):

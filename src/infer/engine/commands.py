@@ -16,7 +16,7 @@ class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
 
     request: Request
     sent_s: float | None = None
-    """time at which it was handed over, on the clock of `StepEvents`; None: when it is taken"""
+    """Time at which it was handed over, on the clock of `StepEvents`; None: when it is taken."""
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):

@@ -28,8 +28,8 @@ from infer.types.step_events import StepEvents
 log = logging.getLogger(__name__)
 
 MAX_LOST_STEPS = 3
-"""number of steps in a row without any result after which `try_out` decides whether the engine is
-broken or the requests are"""
+"""Number of steps in a row without any result after which `try_out` decides whether the engine is
+broken or the requests are."""
 _TRIAL = "trial"
 _LOST = ErrorRecord("the engine failed while computing this request")
 
@@ -52,7 +52,7 @@ class Flight(Protocol):
 
 
 Launched = tuple[Seq[Advanced], Flight]
-"""a step that has been launched: its chunks, and its results to come"""
+"""A step that has been launched: its chunks, and its results to come."""
 
 
 class LaunchingRunner(Runner, Protocol):
@@ -87,14 +87,14 @@ class CompletedRequest:
 
     request_id: str
     token_ids: tuple[int, ...]
-    """all output tokens, an end-of-sequence token included"""
+    """All output tokens, an end-of-sequence token included."""
     finish_reason: FinishReason
     num_cached: int = 0
-    """prompt tokens taken from the prefix cache"""
+    """Prompt tokens taken from the prefix cache."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """log-probabilities of the tokens sampled during the call; empty if the request did not ask"""
+    """Log-probabilities of the tokens sampled during the call; empty if the request did not ask."""
     error: ErrorRecord | None = None
-    """error of the request; set if and only if `finish_reason` is ERROR"""
+    """Error of the request; set if and only if `finish_reason` is ERROR."""
 
     @classmethod
     def of(cls, before: tuple[int, ...], outputs: Seq[StepOutput]) -> CompletedRequest:
@@ -157,12 +157,12 @@ class EngineCore:
         self._kv_bytes, self._cores_taken = kv_bytes, cores_taken
         self._keeper = keeper
         self.step_events: StepEvents | None = None
-        """events of the last call of `step`; None if there were none"""
+        """Events of the last call of `step`; None if there were none."""
         self._num_lost = 0
         self._in_flight: Launched | None = None
-        """the step that has been launched and not yet committed"""
+        """The step that has been launched and not yet committed."""
         self._behind: Launched | None = None
-        """the step that was launched after it"""
+        """The step that was launched after it."""
 
     @property
     def has_work(self) -> bool:

@@ -14,13 +14,13 @@ from infer.types.engine_stats import EngineStats
 from infer.types.step_events import StepEvents
 
 HEARTBEAT_S = 1.0
-"""interval in seconds at which an idle engine reports"""
+"""Interval in seconds at which an idle engine reports."""
 SOFT_LIMIT_S = 10.0
-"""seconds without a report after which an engine counts as hanging or very slow: it is not ready
-and, if requests are open, not live"""
+"""Seconds without a report after which an engine counts as hanging or very slow: it is not ready
+and, if requests are open, not live."""
 
 Deliver = Callable[[list[StepOutput], StepEvents | None], None]
-"""called with a step's outputs and its events (None if there were none)"""
+"""Called with a step's outputs and its events (None if there were none)."""
 
 
 class EngineClient(Protocol):

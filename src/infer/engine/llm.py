@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 _MAX_LOGGED = 8
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""text; token ids; or a dict with either `prompt` (text) or `prompt_token_ids`"""
+"""Text; token ids; or a dict with either `prompt` (text) or `prompt_token_ids`."""
 Message = Mapping[str, Any]
-"""one message of a conversation in OpenAI's format, with `role` and `content`"""
+"""One message of a conversation in OpenAI's format, with `role` and `content`."""
 
 
 class LLM:
@@ -52,7 +52,7 @@ class LLM:
         self.tokenizer = parts.input_processor.tokenizer
         self.model_name = parts.model_name
         self.sampling_defaults = parts.input_processor.defaults
-        """what requests get where their `SamplingParams` leave out fields"""
+        """What requests get where their `SamplingParams` leave out fields."""
         self._open_core: EngineCore | None = parts.core
         self._input_processor = parts.input_processor
         self._processors: dict[str, OutputProcessor] = {}

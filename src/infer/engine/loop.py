@@ -32,7 +32,7 @@ from infer.types.step_events import StepEvents
 log = logging.getLogger(__name__)
 
 Announce = Callable[[str | None], None]
-"""called with the id of the request that has an isolated step next; see `EngineCore`"""
+"""Called with the id of the request that has an isolated step next; see `EngineCore`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,16 @@ class Blueprint:
     """Everything about an engine that is known before its weights are loaded."""
 
     model_name: str
-    """name under which the model is served"""
+    """Name under which the model is served."""
     files: TextFiles
-    """tokenizer and chat templates"""
+    """Tokenizer and chat templates."""
     build: Callable[[Announce], tuple[EngineCore, EngineLimits]]
-    """loads the weights and makes the engine; raises `LoadError` or `ConfigError`"""
+    """Loads the weights and makes the engine; raises `LoadError` or `ConfigError`."""
     pinned: Callable[[EngineCore], dict[str, Any]] = lambda core: {}
-    """settings that were derived from the machine's state when the engine was built, and that an
-    engine which replaces it must get as they are"""
+    """Settings that were derived from the machine's state when the engine was built, and that an
+    engine which replaces it must get as they are."""
     fingerprint: Callable[[EngineCore], Fingerprint] = lambda core: Fingerprint()
-    """which model the engine serves and which bits it computes; called once, before requests"""
+    """Which model the engine serves and which bits it computes; called once, before requests."""
 
 
 def freeze_heap() -> None:
@@ -82,7 +82,7 @@ class EngineLoop:
         self._send = send
         self._refused: list[StepOutput] = []
         self.num_applied = 0
-        """commands that have been applied since the start or the last `Reset`"""
+        """Commands that have been applied since the start or the last `Reset`."""
 
     def run(self) -> None:
         """Work until a stop command; called once."""
@@ -146,7 +146,7 @@ class EngineThread:
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
-        """the core; other threads may read it only between two steps"""
+        """The core; other threads may read it only between two steps."""
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: BackgroundThread | None = None
         self._heard_s = 0.0

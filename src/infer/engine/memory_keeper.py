@@ -13,12 +13,12 @@ from infer.schedule.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 TEND_S = 1.0
-"""seconds between two looks at the memory"""
+"""Seconds between two looks at the memory."""
 PERIODS = 4
-"""number of parts of `keep_s` by which the age of a free page is counted"""
+"""Number of parts of `keep_s` by which the age of a free page is counted."""
 RUN_BYTES = 64 << 10
-"""bytes of a run of pages, in the tensor of a layer, below which pages that are only old stay: so
-huge pages are not cut into small pieces"""
+"""Bytes of a run of pages, in the tensor of a layer, below which pages that are only old stay: so
+huge pages are not cut into small pieces."""
 
 
 class PageStorage(Protocol):
@@ -72,7 +72,7 @@ class MemoryKeeper:
         self._due_s = self._next_period_s = float("-inf")
         self._is_scarce = False
         self.num_given_back = 0
-        """bytes that were given back since the start"""
+        """Bytes that were given back since the start."""
 
     def tend(self) -> None:
         """Do what is due; called between two steps, and about every second without steps."""

@@ -27,11 +27,11 @@ from infer.kernels import loader
 log = logging.getLogger(__name__)
 
 WINDOW_S = 2.0
-"""seconds of which `CoresTaken` tells the mean"""
+"""Seconds of which `CoresTaken` tells the mean."""
 MANY = 0.25
-"""share of the threads' time without a core about which there is a line in the log"""
+"""Share of the threads' time without a core about which there is a line in the log."""
 SILENCE_S = 600.0
-"""seconds in which there is one such line at most"""
+"""Seconds in which there is one such line at most."""
 _MAX_NODES = 8  # MOST_NODES of csrc/parts.h
 
 
@@ -119,7 +119,7 @@ class HeadSlice:
     first: int
     end: int
     node: int | None
-    """number of their NUMA node; None: any"""
+    """Number of their NUMA node; None: any."""
 
 
 def head_slices(num_heads: int) -> list[HeadSlice]:

@@ -313,7 +313,7 @@ _SAME: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("torch.float32", "fp32", "f32", "float", "torch.float"), "float32"),
     }
 )
-"""other names of a value, each with the usual one"""
+"""Other names of a value, each with the usual one."""
 
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(

@@ -40,7 +40,7 @@ class _File:
     package: str
     size: int | None
     sha256: str | None
-    """checksum in RECORD's form: base64 for URLs, without padding"""
+    """Checksum in RECORD's form: base64 for URLs, without padding."""
 
     def check_size(self) -> None:
         """`LoadError` if the file is missing or has another size than it should."""
@@ -87,7 +87,7 @@ class _Package:
     root: Path
     """The folder in which it is installed."""
     files: Mapping[str, _File]
-    """by their paths below `root`"""
+    """By their paths below `root`."""
     requires: tuple[str, ...]
     """Names of the packages that it needs."""
 

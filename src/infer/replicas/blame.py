@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from infer.types import ErrorRecord
 
 MAX_CRASHES_ALONE = 1
-"""crashes in a row, of an engine that computed one request alone, for which it is to blame"""
+"""Crashes in a row, of an engine that computed one request alone, for which it is to blame."""
 MAX_FROM_OUTSIDE = 2
-"""the same where somebody else on the machine killed the engine"""
+"""The same where somebody else on the machine killed the engine."""
 GIVEN_UP = ErrorRecord(
     "the engine died more than once while computing this request; it is given up"
 )
@@ -38,7 +38,7 @@ class CrashHistory:
 
     num_crashes: int = 0
     num_alone: int = 0
-    """crashes in a row while it was computed alone and had sampled nothing since the one before"""
+    """Crashes in a row while it was computed alone and had sampled nothing since the one before."""
 
     def record_crash(self, *, alone: bool) -> None:
         """The engine has died with it; `alone`: while it computed nothing else."""

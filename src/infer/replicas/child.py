@@ -42,15 +42,15 @@ from infer.types import ErrorRecord, StepOutput
 from infer.types.step_events import StepEvents
 
 WRAP_VARIABLE = "INFER_WRAP_CORE"
-"""variable of the environment for tests: `module:function` that gets the engine core and returns
-one that fails on purpose"""
+"""Variable of the environment for tests: `module:function` that gets the engine core and returns
+one that fails on purpose."""
 STANDBY_NAME = "infer-standby"
-"""name by which `ps` and `top` show the process when it can become an engine"""
+"""Name by which `ps` and `top` show the process when it can become an engine."""
 _ENGINE_OOM_SCORE, _STANDBY_OOM_SCORE = 500, 1000
-"""how early the system ends it when memory runs out; see `oom_score_adj` in proc(5). The parent can
+"""How early the system ends it when memory runs out; see `oom_score_adj` in proc(5). The parent can
 start another engine, and loses nothing with a standby."""
 _STANDBY_NICENESS = 5
-"""of what a standby imports. It has a third of the weight of a thread that computes; at 19 it would
+"""Of what a standby imports. It has a third of the weight of a thread that computes; at 19 it would
 have a seventieth, and would not be there within a minute on a machine whose cores are busy."""
 
 

@@ -25,13 +25,13 @@ from infer.replicas.spawned import Spawned
 log = logging.getLogger(__name__)
 
 LOADING_LOG_S = 30.0
-"""seconds between two log lines about an engine that is being loaded"""
+"""Seconds between two log lines about an engine that is being loaded."""
 STOP_S = 5.0
-"""seconds that a process may take to end after `Stop`"""
+"""Seconds that a process may take to end after `Stop`."""
 ANSWER_S = 2.0
-"""seconds that a process has to write its stacks before it is made to, at the risk of its end"""
+"""Seconds that a process has to write its stacks before it is made to, at the risk of its end."""
 LAST_WORDS_S = 1.0
-"""seconds for which stderr is read after the end of its process: another may hold it open"""
+"""Seconds for which stderr is read after the end of its process: another may hold it open."""
 
 
 class EngineRun:
@@ -50,26 +50,26 @@ class EngineRun:
         started before."""
         spawned = spawned or Spawned()
         self.killed = False
-        """whether it was killed here, because it did not report or was not ready in time"""
+        """Whether it was killed here, because it did not report or was not ready in time."""
         self.unsent = ""
-        """why a message to the process could not be written, which ends it; "" in all other cases
+        """Why a message to the process could not be written, which ends it; "" in all other cases.
         """
         self._reported_s = time.monotonic()
         self._added_s = float("-inf")
-        """when the first request was sent since the last report, or before it"""
+        """When the first request was sent since the last report, or before it."""
         self._has_work = self._has_dumped = False
         self._stacks = spawned.stacks
-        """where the process writes its stacks"""
+        """Where the process writes its stacks."""
         self._stacks_before = 0
-        """bytes that it had written when it was asked"""
+        """Bytes that it had written when it was asked."""
         self._forces_at_s: float | None = None
-        """when it is to write them in any way; None: it need not"""
+        """When it is to write them in any way; None: it need not."""
         self._stacks_path: str | None = None
-        """where they are copied for the operator; None: nobody has asked for them"""
+        """Where they are copied for the operator; None: nobody has asked for them."""
         self._commands: queue.SimpleQueue[tuple[int, Command] | None] = queue.SimpleQueue()
-        """commands to be written, with their generations; None ends the writer"""
+        """Commands to be written, with their generations; None ends the writer."""
         self._begins: queue.SimpleQueue[messages.Begin | None] = queue.SimpleQueue()
-        """the frame that ends standing by, or None where the process ends before"""
+        """The frame that ends standing by, or None where the process ends before."""
         self._process = spawned.popen
         self._channel = messages.Channel(spawned.end_here)
         self._writer = threading.Thread(target=self._write, args=(first,), daemon=True)

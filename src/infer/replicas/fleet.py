@@ -28,12 +28,12 @@ from infer.types.step_events import StepEvents
 log = logging.getLogger(__name__)
 
 LINK_TIMEOUT_S = 5.0
-"""seconds of silence after which a replica's requests move to others"""
+"""Seconds of silence after which a replica's requests move to others."""
 RETURN_S = 3.0
-"""seconds after an engine's death for which the requests that it had wait for its next generation
-rather than behind the streams of others"""
+"""Seconds after an engine's death for which the requests that it had wait for its next generation
+rather than behind the streams of others."""
 WATCH_S = 0.2
-"""interval in seconds at which silent and draining replicas are looked at"""
+"""Interval in seconds at which silent and draining replicas are looked at."""
 
 MovedStreams = Literal["any", "exact"]
 
@@ -55,16 +55,16 @@ class _Slot:
     replica: ReplicaContract
     generation: _Generation | None = None
     """None while the replica has no engine that takes requests, and after its generation was
-    abandoned"""
+    abandoned."""
     numbers: str | None = None
-    """`Fingerprint.numbers` of its latest generation; None before the first"""
+    """`Fingerprint.numbers` of its latest generation; None before the first."""
     returns_by_s: float = 0.0
-    """until when its next generation is expected, while it has none"""
+    """Until when its next generation is expected, while it has none."""
     drain_ends_s: float | None = None
-    """when what it has left moves; None while it does not drain"""
+    """When what it has left moves; None while it does not drain."""
     is_gone: bool = False
     why_kept_out: str = ""
-    """why it gets no requests: it is not of this fleet"""
+    """Why it gets no requests: it is not of this fleet."""
 
     @property
     def has_future(self) -> bool:
@@ -83,7 +83,7 @@ class _Counts:
     num_moved: int = 0
     num_moved_unequal: int = 0
     departed: EngineCounters = field(default_factory=EngineCounters)
-    """counters of the replicas that have left"""
+    """Counters of the replicas that have left."""
 
 
 class Fleet:
@@ -132,11 +132,11 @@ class Fleet:
         self._journal = RequestJournal()
         self._slots = {replica.name: _Slot(replica) for replica in replicas}
         self._has_names = len(replicas) != 1
-        """whether steps name their replica: there are several, or others come and go"""
+        """Whether steps name their replica: there are several, or others come and go."""
         if len(self._slots) < len(replicas):
             raise ValueError("two replicas have the same name")
         self._identity: Fingerprint | None = None
-        """of the first replica that was ready; others serve the same model"""
+        """Of the first replica that was ready; others serve the same model."""
         self._limits = fleet_limits([replica.limits for replica in replicas]) if replicas else None
         self._counts = _Counts()
         self._deliver: Deliver = lambda outputs, step_events: None

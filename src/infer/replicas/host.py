@@ -35,12 +35,12 @@ from infer.types.step_events import ForeignLoad, StepEvents
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 32 << 20
-"""bytes that wait for one front before its link is dropped"""
+"""Bytes that wait for one front before its link is dropped."""
 MAX_SILENCE_S = 10.0
-"""seconds without a sign of a front after which its link is dropped"""
+"""Seconds without a sign of a front after which its link is dropped."""
 SILENT_S = 2.5
-"""seconds without a sign of the engine's process, which gives one every `HEARTBEAT_S`, after
-which no generation of a link begins"""
+"""Seconds without a sign of the engine's process, which gives one every `HEARTBEAT_S`, after
+which no generation of a link begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,11 @@ class EngineLoad:
     """What one engine has to do."""
 
     num_waiting_tokens: float = 0.0
-    """prompt tokens of requests without a seat"""
+    """Prompt tokens of requests without a seat."""
     prompt_tokens_per_s: float = 0.0
-    """measured; 0 where nothing has been measured"""
+    """Measured; 0 where nothing has been measured."""
     num_unfinished: float = 0.0
-    """requests with or without a seat"""
+    """Requests with or without a seat."""
     num_seats: float = 1.0
 
 
@@ -62,16 +62,16 @@ class FrontLink:
     def __init__(self, front: str, load: ReplicaLoad, wake: Callable[[], None]) -> None:
         """`wake` is called, by any thread, when there is something to take."""
         self.front = front
-        """name of the front"""
+        """Name of the front."""
         self.generation = 0
-        """number of its present generation; 0 before the first"""
+        """Number of its present generation; 0 before the first."""
         self.begins_after: int | None = None
-        """commands that the engine must have applied before the next generation begins, so that
-        none of its outputs is of a request of an earlier one; None where none is to begin"""
+        """Commands that the engine must have applied before the next generation begins, so that
+        none of its outputs is of a request of an earlier one; None where none is to begin."""
         self.load = load
-        """its requests"""
+        """Its requests."""
         self.requests: set[str] = set()
-        """ids of its requests"""
+        """Ids of its requests."""
         self.heard_s = time.monotonic()
         self.is_closed = False
         self._wake = wake
@@ -128,13 +128,13 @@ class ReplicaHost:
     def __init__(self, replica: ReplicaContract, *, first_generation: int = 1) -> None:
         """`first_generation`: above all numbers of a host whose place this one takes."""
         self.replica = replica
-        """the engine"""
+        """The engine."""
         self._next_generation = first_generation
         self._lock = threading.RLock()
         self._links: dict[str, FrontLink] = {}
         self._owners: dict[str, FrontLink] = {}
         self._generation = 0
-        """of the engine; 0 while there is none. Links have generations of their own"""
+        """Of the engine; 0 while there is none. Links have generations of their own."""
         self._drain_timeout_s: float | None = None
         self._prompt_tokens = self._prompt_s = 0.0
 

@@ -13,14 +13,14 @@ from infer.types import ErrorRecord, FinishReason, Request, StepOutput
 class _Entry:
     request: Request
     number: int
-    """number of arrival"""
+    """Number of arrival."""
     holder: object = None
-    """the generation of an engine that has it; None while it waits for one"""
+    """The generation of an engine that has it; None while it waits for one."""
     token_ids: list[int] = field(default_factory=list)
-    """output tokens that the caller has been sent"""
+    """Output tokens that the caller has been sent."""
     crashes: CrashHistory = field(default_factory=CrashHistory)
     numbers: str = ""
-    """`Fingerprint.numbers` of the engine that computed its latest token"""
+    """`Fingerprint.numbers` of the engine that computed its latest token."""
 
     def resumed(self) -> Request:
         """The request for another engine."""
@@ -43,9 +43,9 @@ class RequestJournal:
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._unassigned: dict[str, _Entry] = {}
-        """the entries without a holder, in order of arrival"""
+        """The entries without a holder, in order of arrival."""
         self._held: dict[int, dict[str, _Entry]] = {}
-        """`id` of each holder → its entries, so that a death costs what it had"""
+        """`id` of each holder → its entries, so that a death costs what it had."""
         self._num_added = 0
 
     def __len__(self) -> int:

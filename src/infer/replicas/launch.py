@@ -79,13 +79,13 @@ class FleetSettings:
     """How many engines serve a model, and how they stand in for each other."""
 
     replicas: int = 1
-    """number of engine processes; the machine's cores and memory, or its GPUs, are divided"""
+    """Number of engine processes; the machine's cores and memory, or its GPUs, are divided."""
     link_timeout_s: float = LINK_TIMEOUT_S
-    """see `Fleet`"""
+    """See `Fleet`."""
     moved_streams: MovedStreams = "any"
-    """see `Fleet`"""
+    """See `Fleet`."""
     routing: Routing = "prefix"
-    """see `make_router`"""
+    """See `make_router`."""
 
     def fleet(self, replicas: Sequence[ReplicaContract]) -> Fleet:
         """A fleet with these settings."""

@@ -29,7 +29,7 @@ from infer.types.engine_stats import EngineStats
 log = logging.getLogger(__name__)
 
 PAUSE_S = 0.5
-"""seconds between two attempts to connect"""
+"""Seconds between two attempts to connect."""
 
 
 class LinkBrokenError(Exception):

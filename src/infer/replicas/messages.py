@@ -41,42 +41,42 @@ from infer.types.fingerprint import Fingerprint
 from infer.types.step_events import StepEvents
 
 DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
-"""signal that writes the stacks of all threads to a file; None on systems without such signals.
+"""Signal that writes the stacks of all threads to a file; None on systems without such signals.
 Anybody may send it at any time."""
 FORCED_DUMP_SIGNAL: signal.Signals | None = getattr(signal, "SIGRTMIN", None)
-"""signal that does so without the interpreter's lock. It would end a process that works, and is for
+"""Signal that does so without the interpreter's lock. It would end a process that works, and is for
 one that has not answered `DUMP_SIGNAL`, because native code keeps the lock."""
 _LENGTH_BYTES = 4
 _PIECE = 1 << 18
-"""bytes that are read from a socket at once"""
+"""Bytes that are read from a socket at once."""
 _PAIRS_A_FRAME = 4096
-"""of ids and log-probabilities; read in about a millisecond"""
+"""Of ids and log-probabilities; read in about a millisecond."""
 
 
 class Prepare(msgspec.Struct, array_like=True, tag="prepare"):
     """The process is to import what an engine needs, and to wait for `Begin`."""
 
     factory: str
-    """`module:function` that `Begin` will name; the module is imported"""
+    """`module:function` that `Begin` will name; the module is imported."""
 
 
 class Begin(msgspec.Struct, array_like=True, tag="begin"):
     """The engine process is to build its engine."""
 
     factory: str
-    """`module:function`; the function gets `settings` and returns a `Blueprint`"""
+    """`module:function`; the function gets `settings` and returns a `Blueprint`."""
     settings: dict[str, Any]
     log_level: int
-    """lowest level of log lines that are sent back; see `logging`"""
+    """Lowest level of log lines that are sent back; see `logging`."""
     generation: int = 1
-    """number of its first generation"""
+    """Number of its first generation."""
 
 
 class Commands(msgspec.Struct, array_like=True, tag="commands"):
     """The commands since the last frame, in order."""
 
     generation: int
-    """of the engine that they are for"""
+    """Of the engine that they are for."""
     commands: Sequence[Command]
 
 
@@ -95,19 +95,19 @@ class Ready(msgspec.Struct, array_like=True, tag="ready"):
     """A generation begins: the engine takes commands and has no requests of this client."""
 
     generation: int
-    """its number, above those before it; no other one has it"""
+    """Its number, above those before it; no other one has it."""
     limits: EngineLimits
     stats: EngineStats
     fingerprint: Fingerprint = Fingerprint()
     settings: dict[str, Any] = {}
-    """settings that the next engine process needs to take over, beside those of `Begin`"""
+    """Settings that the next engine process needs to take over, beside those of `Begin`."""
 
 
 class Refused(msgspec.Struct, array_like=True, tag="refused"):
     """The engine cannot be built."""
 
     error: ErrorRecord
-    """error that is raised where the server was started"""
+    """Error that is raised where the server was started."""
 
 
 class Report(msgspec.Struct, array_like=True, tag="report"):
@@ -117,8 +117,8 @@ class Report(msgspec.Struct, array_like=True, tag="report"):
     stats: EngineStats
     step_events: StepEvents | None = None
     num_applied: int = 0
-    """commands of this generation that the engine of a process had applied before; not counted for
-    the client of a link"""
+    """Commands of this generation that the engine of a process had applied before; not counted for
+    the client of a link."""
 
 
 class PromptScores(msgspec.Struct, array_like=True, tag="scores"):
@@ -127,7 +127,7 @@ class PromptScores(msgspec.Struct, array_like=True, tag="scores"):
     request_id: str
     count: int
     packed: bytes
-    """a list of so many `TokenLogprobs`, in msgpack"""
+    """A list of so many `TokenLogprobs`, in msgpack."""
 
 
 def reports(
@@ -158,7 +158,7 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
 
     def __init__(self, parts: Sequence[PromptScores]) -> None:
         self.parts = parts
-        """what has come"""
+        """What has come."""
         self._count = sum(part.count for part in parts)
 
     def __len__(self) -> int:
@@ -210,7 +210,7 @@ class ComputingAlone(msgspec.Struct, array_like=True, tag="alone"):
     """The engine computes a request alone next, because an engine has died with it."""
 
     request_id: str | None
-    """None: it computes several requests next"""
+    """None: it computes several requests next."""
 
 
 class EngineHealth(msgspec.Struct, array_like=True):
@@ -218,31 +218,31 @@ class EngineHealth(msgspec.Struct, array_like=True):
 
     stats: EngineStats
     silence_s: float
-    """seconds since its last report of a step"""
+    """Seconds since its last report of a step."""
     link_silence_s: float
-    """seconds since anything has come from it: it may be frozen while its machine is not"""
+    """Seconds since anything has come from it: it may be frozen while its machine is not."""
     is_ready: bool
     is_alive: bool
-    """see `ReplicaContract`, as the two above"""
+    """See `ReplicaContract`, as the two above."""
 
 
 class Heartbeat(msgspec.Struct, array_like=True, tag="heartbeat"):
     """Whoever sends it lives."""
 
     engine: EngineHealth | None = None
-    """None where the sender says nothing about its engine, or has none"""
+    """None where the sender says nothing about its engine, or has none."""
 
 
 class Loss(msgspec.Struct, array_like=True, tag="lost"):
     """How a generation has ended."""
 
     reason: str
-    """what has happened, for the log, such as "the engine process has died (SIGSEGV)" """
+    """What has happened, for the log, such as "the engine process has died (SIGSEGV)"."""
     from_outside: bool
-    """whether the engine may have been ended by something else than its requests: by a signal from
-    outside, or with its machine"""
+    """Whether the engine may have been ended by something else than its requests: by a signal from
+    outside, or with its machine."""
     alone: str | None = None
-    """id of the request that the engine computed alone, if any; `Replica` knows it"""
+    """Id of the request that the engine computed alone, if any; `Replica` knows it."""
 
 
 class Draining(msgspec.Struct, array_like=True, tag="draining"):
@@ -276,9 +276,9 @@ class Description(msgspec.Struct, array_like=True):
 
 
 Starting = HasBegun | Text | Refused
-"""what a process says once, before its first `Ready`"""
+"""What a process says once, before its first `Ready`."""
 Event = Ready | Report | PromptScores | ComputingAlone | Loss | Draining | Failing
-"""what happens to an engine that has started"""
+"""What happens to an engine that has started."""
 Inward = Prepare | Begin | Commands | Heartbeat
 Outward = Starting | Event | Log | Heartbeat
 

@@ -27,22 +27,22 @@ from infer.types.engine_stats import EngineCounters, EngineStats
 log = logging.getLogger(__name__)
 
 HANG_S = 120.0
-"""seconds without a report after which a process is killed; longer than any step of a large model
-on a slow CPU"""
+"""Seconds without a report after which a process is killed; longer than any step of a large model
+on a slow CPU."""
 LOAD_TIMEOUT_S = 3600.0
-"""seconds after which an engine that is not ready is given up; a checkpoint may be downloaded"""
+"""Seconds after which an engine that is not ready is given up; a checkpoint may be downloaded."""
 MAX_FAILURES = 5
-"""number of processes in a row without a token for any request, before the replica is failing"""
+"""Number of processes in a row without a token for any request, before the replica is failing."""
 MAX_PAUSE_S = 30.0
-"""longest pause in seconds between two attempts to start a process"""
+"""Longest pause in seconds between two attempts to start a process."""
 STANDBY_ANSWER_S = 5.0
-"""seconds that a standby has to say that it begins"""
+"""Seconds that a standby has to say that it begins."""
 
 
 _ENDED = messages.Heartbeat(
     messages.EngineHealth(EngineStats(), 0.0, 0.0, is_ready=False, is_alive=True)
 )
-"""nothing comes from the process any more; `Loss` follows when it is known how it has ended"""
+"""Nothing comes from the process any more; `Loss` follows when it is known how it has ended."""
 
 
 def _stopped_while_loading() -> LoadError:
@@ -83,26 +83,26 @@ class ProcessTransport:
         self._max_pause_s = max_pause_s
         self._load_timeout_s = load_timeout_s
         self._log_fields = dict(log_fields)
-        """and the model's name, as soon as it is known"""
+        """And the model's name, as soon as it is known."""
         if settings.get("served_model_name"):
             self._log_fields["model"] = settings["served_model_name"]
         level = logging.getLogger("infer").getEffectiveLevel()
         self._begin = messages.Begin(factory, dict(settings), level)
-        """what the next process gets"""
+        """What the next process gets."""
         self._lock = threading.Lock()
-        """held while the state changes together with the process or with what is counted"""
+        """Held while the state changes together with the process or with what is counted."""
         self._lifecycle = Lifecycle()
         self._engine_run: EngineRun | None = None
-        """the latest process; the state says whether it takes commands"""
+        """The latest process; the state says whether it takes commands."""
         self._generation = 0
-        """number of the latest generation"""
+        """Number of the latest generation."""
         self._num_failures = 0
-        """processes in a row that gave nobody a token"""
+        """Processes in a row that gave nobody a token."""
         self._is_pardoned = False
         self._stats = EngineStats()
-        """of the process that works"""
+        """Of the process that works."""
         self._counted = EngineCounters()
-        """sum over the processes before it"""
+        """Sum over the processes before it."""
 
     # ---- the first process
 

@@ -70,26 +70,26 @@ class Replica:
         without a report after which it counts as hanging."""
         self._name, self._limits, self._soft_limit_s = name, limits, soft_limit_s
         self.transport = transport
-        """what carries its conversation"""
+        """What carries its conversation."""
         self._ready = ready
         self._fingerprint = Fingerprint() if ready is None else ready.fingerprint
         self._lock = threading.Lock()
-        """held while the present generation changes, and while it gets a command"""
+        """Held while the present generation changes, and while it gets a command."""
         self._generation = 0
-        """number of the latest generation"""
+        """Number of the latest generation."""
         self._has_engine = self._is_abandoned = False
-        """whether that has not been lost, and whether the fleet has ended it"""
+        """Whether that has not been lost, and whether the fleet has ended it."""
         self._heard_s = self._reported_s = time.monotonic()
-        """when something has come, and when the engine has reported"""
+        """When something has come, and when the engine has reported."""
         self._alone: str | None = None
         self._num_sent = self._num_applied = 0
         self._is_working = self._has_future = True
-        """whether the engine works, and whether it does or is being started; as far as is known"""
+        """Whether the engine works, and whether it does or is being started; as far as is known."""
         self._scores = messages.ScoreCollector()
         self._is_started = self._is_stopped = False
         self.has_gone = False
-        """whether its engine has gone for good. It is alive for all that: its requests may wait for
-        a successor"""
+        """Whether its engine has gone for good. It is alive for all that: its requests may wait for
+        a successor."""
         self._listener: ReplicaListener | None = None
         self._thread: BackgroundThread | None = None
 

@@ -20,11 +20,11 @@ class ReplicaLoad:
 
     def __init__(self, name: str, limits: EngineLimits) -> None:
         self.name = name
-        """name of the replica"""
+        """Name of the replica."""
         self.limits = limits
-        """limits of its engine"""
+        """Limits of its engine."""
         self.states = RequestStates()
-        """of its requests; tokens are those of the prompt and the known output"""
+        """Of its requests; tokens are those of the prompt and the known output."""
 
     @property
     def num_waiting_tokens(self) -> int:

@@ -15,24 +15,25 @@ from infer.types.page_changes import HASH_BYTES, PageChanges
 from infer.types.step_events import BatchEvent, ForeignLoad, StepEvents
 
 Routing = Literal["prefix", "least", "round-robin"]
-"""how requests are divided between replicas"""
+"""How requests are divided between replicas."""
 
 MAX_SHARE = 1.5
-"""share of the unfinished requests that a replica may have, beside its share of the seats"""
+"""Share of the unfinished requests that a replica may have, beside its share of the seats."""
 SPARE = 0.125
-"""share of its own seats by which a replica may have more; few requests are never divided evenly"""
+"""Share of its own seats by which a replica may have more; few requests are never divided evenly.
+"""
 TOLERANCE = 1.25
-"""factor between expected times that are taken as equal"""
+"""Factor between expected times that are taken as equal."""
 MAX_CHAIN = 1024
-"""pages at the beginning of a prompt that are looked for; hashing them takes a millisecond"""
+"""Pages at the beginning of a prompt that are looked for; hashing them takes a millisecond."""
 PATIENCE = 16
-"""reports that a replica may send before it answers"""
+"""Reports that a replica may send before it answers."""
 TOKEN_S = 1e-3
-"""seconds of a prompt token where no replica has been measured"""
+"""Seconds of a prompt token where no replica has been measured."""
 SEATED_S = 1.0
-"""seconds for which a request keeps its seat where no replica has been measured"""
+"""Seconds for which a request keeps its seat where no replica has been measured."""
 _DECAY = 0.98
-"""weight of all older measurements at each new one"""
+"""Weight of all older measurements at each new one."""
 _NO_LOAD = ForeignLoad(0, 0, 0)
 
 
@@ -54,12 +55,12 @@ class PageView:
 
     def __init__(self) -> None:
         self.pages: set[bytes] = set()
-        """hashes of the pages"""
+        """Hashes of the pages."""
         self.is_stale = True
-        """whether changes were lost, so that the index has to be reported from the beginning"""
+        """Whether changes were lost, so that the index has to be reported from the beginning."""
         self._digest = 0
         self._next: set[bytes] | None = None
-        """pages of an index that is being reported from the beginning"""
+        """Pages of an index that is being reported from the beginning."""
 
     def apply(self, changes: PageChanges) -> None:
         """Follow the index. Until an index from the beginning is complete, the old pages stay."""
@@ -104,11 +105,11 @@ class _Sent:
     """A request that has no first token yet."""
 
     num_tokens: int
-    """tokens that are expected to be computed for it"""
+    """Tokens that are expected to be computed for it."""
     pages: Sequence[bytes]
-    """hashes of its pages"""
+    """Hashes of its pages."""
     num_left: int = 0
-    """tokens that are not computed yet"""
+    """Tokens that are not computed yet."""
 
 
 @dataclass(slots=True)
@@ -117,24 +118,24 @@ class KnownReplica:
 
     view: PageView = field(default_factory=PageView)
     patience: int = 0
-    """complete reports of pages after which the replica is asked again for all of them; the answer
-    to the last time may be on its way, or lost"""
+    """Complete reports of pages after which the replica is asked again for all of them; the answer
+    to the last time may be on its way, or lost."""
     sent: dict[str, _Sent] = field(default_factory=dict)
-    """the requests without a first token"""
+    """The requests without a first token."""
     num_left: int = 0
-    """sum of their `_Sent.num_left`: a choice costs the same however many there are"""
+    """Sum of their `_Sent.num_left`: a choice costs the same however many there are."""
     promised: Counter[bytes] = field(default_factory=Counter)
-    """pages that requests without a first token are going to fill"""
+    """Pages that requests without a first token are going to fill."""
     token_s: _Mean = field(default_factory=_Mean)
-    """seconds of a prompt token"""
+    """Seconds of a prompt token."""
     stay_s: _Mean = field(default_factory=_Mean)
-    """seconds for which a request keeps its seat"""
+    """Seconds for which a request keeps its seat."""
     num_pages: float = float("inf")
-    """pages of the cache, as far as they have been seen"""
+    """Pages of the cache, as far as they have been seen."""
     num_indexed: int = 0
     foreign: ForeignLoad = _NO_LOAD
     last_choice: int = 0
-    """number of the request that it got last"""
+    """Number of the request that it got last."""
 
     def num_cached(self, pages: Sequence[bytes]) -> int:
         """Number of leading pages that its engine has, or will have when it has done what it has to

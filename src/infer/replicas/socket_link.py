@@ -13,7 +13,7 @@ from infer.replicas.link_transport import PAUSE_S, LinkBrokenError
 from infer.replicas.messages import FrameBuffer, Loss, frame_of
 
 _PIECE = 1 << 18
-"""bytes that are read from a socket at once"""
+"""Bytes that are read from a socket at once."""
 
 
 class SocketLink:

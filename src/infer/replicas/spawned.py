@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 FACTORY = "infer.engine.build.assemble:prepare_process"
-"""`module:function` that makes the blueprint of an engine in its process"""
+"""`module:function` that makes the blueprint of an engine in its process."""
 
 
 def start_module(
@@ -38,9 +38,9 @@ class Spawned:
     def __init__(self, imports: str = "") -> None:
         """`imports`: module that the process imports before it reads its first message."""
         self.stacks = tempfile.TemporaryFile()  # noqa: SIM115  closed by its owner
-        """where the process writes its stacks"""
+        """Where the process writes its stacks."""
         self.end_here, theirs = socket.socketpair()
-        """this side of the connection"""
+        """This side of the connection."""
         with theirs:
             numbers = (theirs.fileno(), os.getpid(), self.stacks.fileno())
             self.popen = start_module(

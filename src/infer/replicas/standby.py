@@ -16,11 +16,11 @@ from infer.threads import BackgroundThread
 log = logging.getLogger(__name__)
 
 ENDS_BELOW = 1 << 30
-"""bytes of available main memory; see `Standby`"""
+"""Bytes of available main memory; see `Standby`."""
 WATCH_S = 1.0
-"""interval in seconds at which the standby and the available memory are looked at"""
+"""Interval in seconds at which the standby and the available memory are looked at."""
 RETRY_S = 60.0
-"""seconds until the next standby after one that has ended without having been taken"""
+"""Seconds until the next standby after one that has ended without having been taken."""
 
 
 class Standby:

@@ -13,24 +13,24 @@ class SupervisorState(Enum):
     """Where a supervisor is between its first process and its end."""
 
     NEW = "new"
-    """no process has been started"""
+    """No process has been started."""
     LOADING = "loading"
-    """the first process loads its model"""
+    """The first process loads its model."""
     LOADED = "loaded"
-    """the first process takes commands; nobody reads its reports yet"""
+    """The first process takes commands; nobody reads its reports yet."""
     SERVING = "serving"
-    """a process takes commands and its reports are read"""
+    """A process takes commands and its reports are read."""
     RESTARTING = "restarting"
-    """no process takes commands; requests wait for the next one"""
+    """No process takes commands; requests wait for the next one."""
     REFUSING = "refusing"
-    """no process takes commands after many failures in a row; it is tried again, but requests are
-    refused"""
+    """No process takes commands after many failures in a row; it is tried again, but requests are
+    refused."""
     STOPPING = "stopping"
-    """it was told to end; no other process is started"""
+    """It was told to end; no other process is started."""
     STOPPED = "stopped"
-    """no process is left"""
+    """No process is left."""
     DEAD = "dead"
-    """the supervisor itself has failed"""
+    """The supervisor itself has failed."""
 
     @property
     def takes_requests(self) -> bool:

@@ -14,7 +14,7 @@ from msgspec.structs import fields
 from infer.types.step_events import RequestEvent
 
 _NAMES_REQUESTS = ("behind", "needed_by")
-"""fields with ids of other requests: none, one or several"""
+"""Fields with ids of other requests: none, one or several."""
 _KINDS: Mapping[str, type[RequestEvent]] = {
     str(kind.__struct_config__.tag): kind for kind in get_args(RequestEvent)
 }

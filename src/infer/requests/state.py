@@ -33,22 +33,22 @@ class RequestState:
 
     request_id: str
     num_tokens: int
-    """tokens that an engine computes before the next one: those that it was sent with"""
+    """Tokens that an engine computes before the next one: those that it was sent with."""
     status: Status = "waiting"
     num_cached: int = 0
-    """tokens found in the prefix cache when it was admitted last"""
+    """Tokens found in the prefix cache when it was admitted last."""
     num_computed: int = 0
-    """tokens that were computed or found since it was admitted last, its further output apart"""
+    """Tokens that were computed or found since it was admitted last, its further output apart."""
     num_output: int = 0
-    """output tokens so far"""
+    """Output tokens so far."""
     admitted_s: float | None = None
-    """when it first got a seat"""
+    """When it first got a seat."""
     first_s: float | None = None
-    """when it got its first token"""
+    """When it got its first token."""
     last_s: float | None = None
-    """when it got its latest token"""
+    """When it got its latest token."""
     replica: str = ""
-    """name of the engine that has it, or had it last, where there are several"""
+    """Name of the engine that has it, or had it last, where there are several."""
 
     def apply(self, event: RequestEvent, at_s: float, replica: str = "") -> None:
         """Follow an event of this request; `replica`: name of its engine if there are several."""
@@ -89,13 +89,13 @@ class FoldedStep:
     """A step of an engine, once the states have followed it."""
 
     step: StepEvents | None
-    """None where the outputs come from no step, such as the ends of what an engine died with"""
+    """None where the outputs come from no step, such as the ends of what an engine died with."""
     ended_s: float
     events: list[tuple[Event, float]] = field(default_factory=list)
-    """what happened and when, in order; also to requests that nobody follows any more"""
+    """What happened and when, in order; also to requests that nobody follows any more."""
     tokens: list[tuple[RequestState, int, float | None]] = field(default_factory=list)
-    """for each output token its request, which of the request's it is, and the time of the one
-    before (None for the first)"""
+    """For each output token its request, which of the request's it is, and the time of the one
+    before (None for the first)."""
 
     @property
     def replica(self) -> str:

@@ -25,16 +25,16 @@ STEPS_BETWEEN = 1024
 class _Load:
     is_ahead: bool = False
     num_left: int = STEPS_BEFORE
-    """number of steps until the next trial"""
+    """Number of steps until the next trial."""
 
 
 @dataclass(slots=True)
 class _Trial:
     num_rows: int
     is_ahead: bool
-    """the way that is measured now"""
+    """The way that is measured now."""
     num_steps: int = 0
-    """number of steps of this way without a pause"""
+    """Number of steps of this way without a pause."""
     times: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
 
 

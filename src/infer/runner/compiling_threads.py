@@ -40,7 +40,7 @@ class CompilingThreads:
         self._threads = [compiling_thread(f"infer-grammar-{i}") for i in range(NUM_THREADS)]
         self._idle = list(self._threads)
         self._homes = {thread.submit(_lower_priority).result(): thread for thread in self._threads}
-        """the threads by `threading.get_ident`"""
+        """The threads by `threading.get_ident`."""
         self._queue: FairQueue[_Job] = FairQueue(NUM_THREADS)
         self._lock = threading.Lock()
 

@@ -104,7 +104,7 @@ class _Part:
     first_byte: int
     page_bytes: int
     node: int | None
-    """number of the NUMA node to which they belong; None: any"""
+    """Number of the NUMA node to which they belong; None: any."""
 
 
 def _parts(tensor: Tensor, by_node: bool) -> list[_Part]:

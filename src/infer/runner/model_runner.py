@@ -32,7 +32,7 @@ from infer.schedule.sequence import Plan, Sampled, Sequence, verified
 from infer.types import Request
 
 FEW_TOKENS = 256
-"""number of tokens with which torch uses no second thread, on a core that the kernels need"""
+"""Number of tokens with which torch uses no second thread, on a core that the kernels need."""
 
 
 @dataclass(slots=True, eq=False)

@@ -44,9 +44,9 @@ class Admission(Protocol):
     """Decides which waiting sequences get a seat."""
 
     num_seats: int
-    """maximum number of sequences in the batch"""
+    """Maximum number of sequences in the batch."""
     keeps_seats: bool
-    """whether a preempted sequence keeps its seat, even while several tenants are present"""
+    """Whether a preempted sequence keeps its seat, even while several tenants are present."""
 
     @property
     def batch_id(self) -> str | None:

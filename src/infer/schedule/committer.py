@@ -23,7 +23,7 @@ class Committer:
         self._state, self._seats, self._speculator = state, seats, speculator
         self._allocator, self._stats = state.allocator, state.stats
         self.launched: tuple[Advanced, ...] = ()
-        """chunks of the step launched last; empty after it has been committed"""
+        """Chunks of the step launched last; empty after it has been committed."""
 
     def advance(self, plan: Plan) -> tuple[Advanced, ...]:
         """Move the numbers of a step that has been launched; see `Scheduler.advance`."""

@@ -6,20 +6,20 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 ASSUMED_PRICE = 0.25
-"""price of a row while the times of steps do not say it"""
+"""Price of a row while the times of steps do not say it."""
 PLAIN_EVERY = 8
-"""number of steps after which one has no proposals, while the time of such a step is unknown"""
+"""Number of steps after which one has no proposals, while the time of such a step is unknown."""
 WIDE_ROWS = 64
-"""number of tokens from which a pass of the draft model is one of many: its time says nothing about
-the time of a pass of a token per sequence"""
+"""Number of tokens from which a pass of the draft model is one of many: its time says nothing about
+the time of a pass of a token per sequence."""
 MARGIN = 1.03
-"""factor by which drafting must be faster than plain steps, as times are estimates"""
+"""Factor by which drafting must be faster than plain steps, as times are estimates."""
 RISKED_SHARE = 0.01
-"""fraction of the time of steps that may be lost on proposals"""
+"""Fraction of the time of steps that may be lost on proposals."""
 MAX_RISKED_STEPS = 8.0
-"""maximum of the saved up time for such losses, in steps"""
+"""Maximum of the saved up time for such losses, in steps."""
 STEPS_REMEMBERED = 0.98
-"""factor of the weight of earlier steps in all means"""
+"""Factor of the weight of earlier steps in all means."""
 
 
 class StepCost(NamedTuple):
@@ -28,7 +28,7 @@ class StepCost(NamedTuple):
     num_rows: int
     step_ms: float
     row_ms: float
-    """time of one more row"""
+    """Time of one more row."""
 
     @property
     def price(self) -> float:
@@ -113,7 +113,7 @@ class Allowance:
 
     def __init__(self) -> None:
         self.left = MAX_RISKED_STEPS
-        """time that is left; below 0 if a trial has cost more than there was"""
+        """Time that is left; below 0 if a trial has cost more than there was."""
 
     def earn(self, num_steps: float = RISKED_SHARE) -> None:
         """Add time: the share of a step, or what a trial has given."""
@@ -129,7 +129,7 @@ class SpeculationGain:
 
     def __init__(self) -> None:
         self._plain_ms: dict[int, float] = {}
-        """number of sequences → time of a step without proposals"""
+        """Number of sequences → time of a step without proposals."""
         self._allowance = Allowance()
         self._token = 0.0
 

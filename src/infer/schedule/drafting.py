@@ -16,7 +16,7 @@ from infer.types import Request, SamplingParams
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
-"""number of failed drafts in a row after which nothing is drafted any more"""
+"""Number of failed drafts in a row after which nothing is drafted any more."""
 
 
 class DraftRunner(Protocol):
@@ -38,9 +38,9 @@ class _Draft:
     """A sequence as the draft model has it."""
 
     sequence: Sequence
-    """copy of the sequence, with pages of the draft model's cache and drafted tokens at its end"""
+    """Copy of the sequence, with pages of the draft model's cache and drafted tokens at its end."""
     num_known: int
-    """number of its tokens that are no drafted ones"""
+    """Number of its tokens that are no drafted ones."""
 
 
 class Drafter:

@@ -22,7 +22,7 @@ class FairShare:
 
     def __init__(self) -> None:
         self.shares: dict[str, TenantShare] = {}
-        """the share of each tenant that has ever been present, by name"""
+        """The share of each tenant that has ever been present, by name."""
         self._num_present = 0
 
     @property

@@ -9,15 +9,15 @@ from struct import Struct
 from infer.types.page_changes import HASH_BYTES, PageChanges
 
 MAX_PAGES = 2048
-"""changes that are taken at once; 32 KiB, hashed and written in a few milliseconds"""
+"""Changes that are taken at once; 32 KiB, hashed and written in a few milliseconds."""
 MAX_PENDING = 1 << 16
-"""changes that wait to be taken, beyond the number of indexed pages, before the whole index is sent
-instead"""
+"""Changes that wait to be taken, beyond the number of indexed pages, before the whole index is sent
+instead."""
 
 _PUBLIC = blake2b(b"", digest_size=HASH_BYTES, person=b"public").digest()
 
 Parent = int | str | tuple[str, int]
-"""the node before a page; see `page_allocator.Node`"""
+"""The node before a page; see `page_allocator.Node`."""
 
 
 def _root(scope: str, behind: bytes = b"") -> bytes:
@@ -75,11 +75,11 @@ class IndexChanges:
         self._max_pages, self._max_pending = max_pages, max_pending
         self._pack = Struct(f"<{page_size}I").pack
         self._hashes: dict[int, bytes] = {}
-        """node → hash of each indexed page"""
+        """Node → hash of each indexed page."""
         self._digest = 0
         self._pending: dict[bytes, bool] = {}
-        """hash of each page that was indexed or dropped since it was last taken → whether it is
-        indexed now"""
+        """Hash of each page that was indexed or dropped since it was last taken → whether it is
+        indexed now."""
         self._is_reset = True
         for node, parent, tokens in indexed:
             self.enter(node, parent, tokens)

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 READ_PER_STEP = 2048
-"""maximum number of a sequence's tokens that are read into its index in one step"""
+"""Maximum number of a sequence's tokens that are read into its index in one step."""
 MAX_CANDIDATES = 8
-"""maximum number of earlier places that are compared for the longest match"""
+"""Maximum number of earlier places that are compared for the longest match."""
 FORGET = 0.9
-"""factor of the weight of earlier verifications in a sequence's acceptance"""
+"""Factor of the weight of earlier verifications in a sequence's acceptance."""
 MIN_PAUSE = 8
-"""number of steps for which a sequence is not proposed for after proposals stopped to pay"""
+"""Number of steps for which a sequence is not proposed for after proposals stopped to pay."""
 MAX_PAUSE = 1024
-"""maximum of that number"""
+"""Maximum of that number."""
 
 
 class NgramIndex:
@@ -27,9 +27,9 @@ class NgramIndex:
         with the end."""
         self._least, self._most = least, most
         self._latest: dict[int, int] = {}
-        """hash of `least` tokens → end of the latest place that has them"""
+        """Hash of `least` tokens → end of the latest place that has them."""
         self._earlier: list[int] = []
-        """for each end: the end of the place before it with the same hash; 0: none"""
+        """For each end: the end of the place before it with the same hash; 0: none."""
 
     def read(self, tokens: Seq[int], limit: int = READ_PER_STEP) -> bool:
         """Add up to `limit` places of tokens that were appended; returns whether all are added."""
@@ -86,9 +86,9 @@ class Prediction:
         self._tokens, self._least = tokens, least
         self._index = NgramIndex(least, most)
         self.num_accepted = 0
-        """tokens of it that were proposed and are part of the answer"""
+        """Tokens of it that were proposed and are part of the answer."""
         self.num_rejected = 0
-        """tokens of it that were proposed and are not"""
+        """Tokens of it that were proposed and are not."""
 
     def propose(self, tokens: Seq[int], num_output: int, count: int) -> tuple[int, ...]:
         """Up to `count` tokens of the text that follow where the sequence is in it.
@@ -142,9 +142,9 @@ class Guesses:
         self.prediction = prediction
         self._is_predicted = False
         self.num_proposed = 0
-        """tokens proposed so far"""
+        """Tokens proposed so far."""
         self.num_accepted = 0
-        """tokens of them that were accepted and are part of the answer"""
+        """Tokens of them that were accepted and are part of the answer."""
         self._accepted = Acceptance(acceptance)
         self._pause = self._left = 0
 

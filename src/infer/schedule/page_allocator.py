@@ -25,27 +25,27 @@ class PageTable:
     """The pages of one sequence, in the order of its tokens."""
 
     pages: list[int] = field(default_factory=list)
-    """page numbers"""
+    """Page numbers."""
     num_indexed: int = 0
-    """number of leading pages that are full and in the index"""
+    """Number of leading pages that are full and in the index."""
     node: Node = ""
-    """node of the last indexed page; the root if none is indexed"""
+    """Node of the last indexed page; the root if none is indexed."""
     scope: str = ""
-    """cache scope of the request: only requests of one scope share pages, public ones apart"""
+    """Cache scope of the request: only requests of one scope share pages, public ones apart."""
     num_public: int = 0
-    """number of leading pages that hold public tokens only"""
+    """Number of leading pages that hold public tokens only."""
     version: int = 0
-    """counter of the changes of `pages`"""
+    """Counter of the changes of `pages`."""
 
 
 class AllocatorState(NamedTuple):
     """What an allocator holds at one time."""
 
     indexed: dict[Key, int]
-    """page of each key of the prefix cache"""
+    """Page of each key of the prefix cache."""
     free: tuple[int, ...]
-    """free pages: blank ones, cached ones, then untouched ones, each in the order in which they are
-    handed out"""
+    """Free pages: blank ones, cached ones, then untouched ones, each in the order in which they are
+    handed out."""
 
 
 class PageAllocator:
@@ -102,29 +102,29 @@ class PageAllocator:
         self.enable_prefix_caching = enable_prefix_caching
         self.keeps_computed = keeps_computed
         self.limit = num_pages - 1
-        """number of pages that may be touched; the caller may change it"""
+        """Number of pages that may be touched; the caller may change it."""
         self._low_water = self._mark = self.num_usable if low_water is None else low_water
         self._refs = [0] * num_pages
         self._blank: dict[int, None] = {}
-        """the last one is handed out first"""
+        """The last one is handed out first."""
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """the first one has been free longest"""
+        """The first one has been free longest."""
         self._next_untouched = 1
-        """first page that was never handed out"""
+        """First page that was never handed out."""
         self._given_back: list[int] = []
-        """heap of the other untouched pages"""
+        """Heap of the other untouched pages."""
         self._freed_at = [0] * num_pages
-        """period in which each page became free"""
+        """Period in which each page became free."""
         self._period = 0
         self._missed: OrderedDict[int, int] = OrderedDict()
-        """hash of the key of each cached page that was handed out again, the oldest first → its
-        node"""
+        """Hash of the key of each cached page that was handed out again, the oldest first → its
+        node."""
         self._index: dict[Key, int] = {}
         self._key_of_page: dict[int, Key] = {}
         self._node_of_page: dict[int, int] = {}
         self._next_node = 1
         self._changes: IndexChanges | None = None
-        """what others are told about the index; None while nobody asks"""
+        """What others are told about the index; None while nobody asks."""
         self.num_evictions = 0
 
     @property

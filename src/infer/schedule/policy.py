@@ -14,7 +14,7 @@ from infer.config import own_function
 from infer.schedule.sequence import Sequence
 
 MAX_IDLE_STEPS = 4
-"""maximum number of steps in a row in which a policy may give a running sequence no token"""
+"""Maximum number of steps in a row in which a policy may give a running sequence no token."""
 
 Policy = Callable[[Seq[Sequence]], list[Sequence]]
 """Running sequences in order of rank → the order in which they are offered tokens."""

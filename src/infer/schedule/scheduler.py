@@ -57,9 +57,9 @@ class Scheduler:
         self._state = state = SchedulerState(config, allocator, clock)
         self.stats, self.fair_share = state.stats, state.fair_share
         self.by_id = state.by_id
-        """the unfinished requests by id; not to be changed from outside"""
+        """The unfinished requests by id; not to be changed from outside."""
         self.pending_events = state.pending_events
-        """events since the last step; the caller that steps takes them and clears the list"""
+        """Events since the last step; the caller that steps takes them and clears the list."""
         self._num_arrived = 0
         self._step_budget = StepBudget(config.max_step_ms) if config.max_step_ms else None
         self._speculator: Speculator | None = None
@@ -71,7 +71,7 @@ class Scheduler:
         self._planner = StepPlanner(state, self._seats, self._step_budget)
         self._committer = Committer(state, self._seats, self._speculator)
         self.waiting = self._queue.sequences
-        """sequences without a seat, in order of rank, as are those of the next two"""
+        """Sequences without a seat, in order of rank, as are those of the next two."""
         self.running, self.preempted = self._seats.running, self._seats.preempted
         self._planned_s = 0.0
 

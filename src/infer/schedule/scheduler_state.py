@@ -20,13 +20,13 @@ class SchedulerState:
     config: SchedulerConfig
     allocator: PageAllocator
     clock: Callable[[], float]
-    """gives seconds"""
+    """Gives seconds."""
     stats: SchedulerStats = field(default_factory=SchedulerStats)
     fair_share: FairShare = field(default_factory=FairShare)
-    """counts the tokens computed for each tenant"""
+    """Counts the tokens computed for each tenant."""
     by_id: dict[str, Sequence] = field(default_factory=dict)
-    """the unfinished requests by id, in order of arrival"""
+    """The unfinished requests by id, in order of arrival."""
     pending_events: list[StepEvent] = field(default_factory=list)
-    """events since the last step"""
+    """Events since the last step."""
     num_turns: int = 0
-    """number of steps planned so far"""
+    """Number of steps planned so far."""

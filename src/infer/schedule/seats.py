@@ -29,17 +29,17 @@ class Seats:
         self.admission = make_admission(state.config, state.clock)
         self.waiting, self.clock = queue.sequences, state.clock
         self.running: list[Sequence] = []
-        """sequences with pages, in order of rank"""
+        """Sequences with pages, in order of rank."""
         self.preempted: list[Sequence] = []
-        """sequences that have a seat and no pages, in order of rank"""
+        """Sequences that have a seat and no pages, in order of rank."""
         self.queues = {
             Status.WAITING: self.waiting,
             Status.RUNNING: self.running,
             Status.PREEMPTED: self.preempted,
         }
-        """the queue of the unfinished sequences of each status"""
+        """The queue of the unfinished sequences of each status."""
         self.held: list[PageTable] = []
-        """pages of sequences that have ended, held until their batch ends"""
+        """Pages of sequences that have ended, held until their batch ends."""
 
     @property
     def fair_share(self) -> FairShare:

@@ -19,9 +19,9 @@ from infer.types import ErrorRecord, Request, TokenLogprobs
 from infer.types.step_events import ComputedChunk
 
 PENDING = -1
-"""placeholder in `Sequence.tokens` for a token whose step is still being computed"""
+"""Placeholder in `Sequence.tokens` for a token whose step is still being computed."""
 ARRIVALS_PER_PRIORITY = 256
-"""number of later requests that may overtake a request, per level of priority between them"""
+"""Number of later requests that may overtake a request, per level of priority between them."""
 
 
 class Status(Enum):
@@ -41,9 +41,9 @@ class TenantShare:
     """Counters of one tenant, kept by `schedule.fair_share`."""
 
     num_tokens: int = 0
-    """tokens computed for the tenant, raised when it becomes present; see `FairShare`"""
+    """Tokens computed for the tenant, raised when it becomes present; see `FairShare`."""
     num_here: int = 0
-    """number of the tenant's unfinished requests"""
+    """Number of the tenant's unfinished requests."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -51,52 +51,52 @@ class Sequence:
     """The state of one unfinished request."""
 
     request: Request
-    """request as it was added"""
+    """Request as it was added."""
     arrival: int
-    """number of requests added before it"""
+    """Number of requests added before it."""
     tokens: list[int]
-    """token ids of prompt and output"""
+    """Token ids of prompt and output."""
     num_prompt: int
-    """number of prompt tokens"""
+    """Number of prompt tokens."""
     num_computed: int = 0
-    """number of leading tokens whose keys and values are in the cache"""
+    """Number of leading tokens whose keys and values are in the cache."""
     table: PageTable = field(default_factory=PageTable)
-    """pages that hold its keys and values"""
+    """Pages that hold its keys and values."""
     status: Status = Status.WAITING
     num_cached: int = 0
-    """prompt tokens taken from the prefix cache before its first preemption"""
+    """Prompt tokens taken from the prefix cache before its first preemption."""
     num_preemptions: int = 0
-    """times it lost its pages"""
+    """Times it lost its pages."""
     last_turn: int = 0
-    """number of the step in which it last made progress"""
+    """Number of the step in which it last made progress."""
     queued_s: float = 0.0
-    """time at which it was handed to the engine (scheduler's clock, seconds)"""
+    """Time at which it was handed to the engine (scheduler's clock, seconds)."""
     admitted_s: float | None = None
-    """time of its first admission (scheduler's clock, seconds); None before it"""
+    """Time of its first admission (scheduler's clock, seconds); None before it."""
     is_owed_a_seat: bool = False
-    """whether another one got a seat in its turn; see `schedule.static_batches`"""
+    """Whether another one got a seat in its turn; see `schedule.static_batches`."""
     tenant_share: TenantShare = field(default_factory=TenantShare)
-    """counters of its tenant, shared by all sequences of that tenant"""
+    """Counters of its tenant, shared by all sequences of that tenant."""
     end_token_ids: frozenset[int] = frozenset()
-    """end-of-sequence and stop tokens of the request, in one set for one look-up per token"""
+    """End-of-sequence and stop tokens of the request, in one set for one look-up per token."""
     prompt_scores: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """log-probabilities of prompt tokens by position, as far as the runner has computed them"""
+    """Log-probabilities of prompt tokens by position, as far as the runner has computed them."""
     logits: dict[int, Any] = field(default_factory=dict)
-    """logits [V] float32 (numpy) by position, as far as the request asks for them"""
+    """Logits [V] float32 (numpy) by position, as far as the request asks for them."""
     max_length: int = 0
-    """maximum number of `tokens`: prompt and `max_tokens`"""
+    """Maximum number of `tokens`: prompt and `max_tokens`."""
     is_special: bool = False
-    """whether sampling needs more than temperature, top-k, top-p, min-p and `min_tokens`"""
+    """Whether sampling needs more than temperature, top-k, top-p, min-p and `min_tokens`."""
     reads_output: bool = False
-    """whether sampling needs the ids of all tokens before (grammar, budget of reasoning, penalties,
-    bad words)"""
+    """Whether sampling needs the ids of all tokens before (grammar, budget of reasoning, penalties,
+    bad words)."""
     guesses: Guesses | None = None
-    """what speculation knows about it; None before tokens were first proposed for it"""
+    """What speculation knows about it; None before tokens were first proposed for it."""
     constraint: object = None
-    """the runner's state of the request's grammar; a function of `tokens`, never read here"""
+    """The runner's state of the request's grammar; a function of `tokens`, never read here."""
     num_proposed: int = 0
-    """number of proposed tokens at the end of `tokens`; above 0 only in copies that
-    `Chunk.samplers` makes"""
+    """Number of proposed tokens at the end of `tokens`; above 0 only in copies that
+    `Chunk.samplers` makes."""
 
     @classmethod
     def from_request(cls, request: Request, arrival: int) -> Sequence:
@@ -181,8 +181,8 @@ class Chunk:
     start: int
     num_tokens: int
     proposed: tuple[int, ...] = ()
-    """tokens that are guessed to follow the sequence's last one, computed behind it; only where the
-    chunk samples"""
+    """Tokens that are guessed to follow the sequence's last one, computed behind it; only where the
+    chunk samples."""
 
     @property
     def num_rows(self) -> int:
@@ -216,14 +216,14 @@ class Advanced:
 
     chunk: Chunk
     samples: bool
-    """whether a token is sampled from it"""
+    """Whether a token is sampled from it."""
     is_prompt: bool
-    """whether it is part of a prompt, not the single token of a decoding sequence"""
+    """Whether it is part of a prompt, not the single token of a decoding sequence."""
     num_preemptions: int
     """`Sequence.num_preemptions` at the launch; a larger number at `commit` means that the pages
-    are lost"""
+    are lost."""
     event: ComputedChunk | None
-    """what `commit` tells about it; None for a token of a decoding sequence"""
+    """What `commit` tells about it; None for a token of a decoding sequence."""
 
     @property
     def end(self) -> int:
@@ -232,12 +232,12 @@ class Advanced:
 
 
 NOT_FINITE = "the model gave this request no finite numbers to choose a token from"
-"""error of a sequence whose logits are NaN or infinite"""
+"""Error of a sequence whose logits are NaN or infinite."""
 NONE_LEFT = (
     "no token is left to choose: the grammar, allowed_token_ids, bad_words and min_tokens of this"
     " request together exclude every token"
 )
-"""error of a sequence whose constraints exclude every token"""
+"""Error of a sequence whose constraints exclude every token."""
 
 
 @dataclass(slots=True)
@@ -246,18 +246,18 @@ class Sampled:
 
     token_id: int
     logprobs: TokenLogprobs | None = None
-    """log-probabilities of the token and its alternatives, if the request wants them"""
+    """Log-probabilities of the token and its alternatives, if the request wants them."""
     error: str = ""
-    """reason why there is no token, with which the request fails; empty if there is one"""
+    """Reason why there is no token, with which the request fails; empty if there is one."""
     is_refused: bool = False
-    """whether the request caused the error, not the engine"""
+    """Whether the request caused the error, not the engine."""
     completes: bool = False
-    """whether the grammar allows no token after this one"""
+    """Whether the grammar allows no token after this one."""
     is_late: bool = False
-    """whether there is no token because the grammar's mask was not ready in time; the sequence
-    samples in a later step"""
+    """Whether there is no token because the grammar's mask was not ready in time; the sequence
+    samples in a later step."""
     following: tuple[Sampled, ...] = ()
-    """results behind this one, one for each proposed token that was sampled as proposed"""
+    """Results behind this one, one for each proposed token that was sampled as proposed."""
 
     @property
     def error_record(self) -> ErrorRecord | None:

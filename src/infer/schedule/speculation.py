@@ -15,13 +15,13 @@ from infer.schedule.sequence import Advanced, Chunk, Plan, Sequence
 from infer.schedule.stats import SchedulerStats
 
 CATCH_UP_SHARE = 0.25
-"""maximum time to catch up with a sequence, as a fraction of what its remaining tokens take without
-speculation"""
+"""Maximum time to catch up with a sequence, as a fraction of what its remaining tokens take without
+speculation."""
 TOKENS_TRIED = 4
-"""number of tokens that are drafted in a step to learn again what rows cost"""
+"""Number of tokens that are drafted in a step to learn again what rows cost."""
 TOKENS_EXPECTED = 256
-"""maximum of the number of remaining tokens that is assumed, as most answers end before their
-limit"""
+"""Maximum of the number of remaining tokens that is assumed, as most answers end before their
+limit."""
 
 Allowed = Callable[[Sequence, tuple[int, ...]], tuple[int, ...]]
 """A function that cuts proposed tokens where a sequence's grammar forbids them."""

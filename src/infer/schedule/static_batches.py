@@ -12,8 +12,8 @@ from infer.schedule.sequence import Sequence
 from infer.types.step_events import BatchEnded, BatchFormed
 
 MIN_CONSIDERED = 128
-"""number of waiting sequences, the first in rank, among which a batch is chosen; if there are more
-seats than half of it, twice the number of seats"""
+"""Number of waiting sequences, the first in rank, among which a batch is chosen; if there are more
+seats than half of it, twice the number of seats."""
 
 Rank = tuple[int, int]
 
@@ -29,14 +29,14 @@ class StaticBatches:
         self._prefix = f"batch-{int(1000 * started_s):x}"
         self._num_formed = 0
         self.current_id: str | None = None
-        """id of the batch that is being formed or runs; None if there is none"""
+        """Id of the batch that is being formed or runs; None if there is none."""
         self._lengths: list[int] = []
-        """lengths in tokens of the requests of the current batch that have ended"""
+        """Lengths in tokens of the requests of the current batch that have ended."""
         self._early: list[Rank] = []
-        """ranks, in order, of the sequences that got a seat before their turn, which has not come;
-        as many as are owed a seat"""
+        """Ranks, in order, of the sequences that got a seat before their turn, which has not come;
+        as many as are owed a seat."""
         self._recent: deque[tuple[int, int]] = deque(maxlen=61)
-        """(second, number of batches formed in it), the latest last"""
+        """(second, number of batches formed in it), the latest last."""
 
     def choose(self, waiting: Seq[Sequence], num_seats: int) -> Seq[Sequence]:
         """The sequences for a batch of at most `num_seats`, those that are owed a seat first.

@@ -22,24 +22,24 @@ class SchedulerStats:
     num_submitted: int = 0
     num_requests_refused: int = 0
     num_finished: Counter[FinishReason] = field(default_factory=Counter)
-    """requests that have ended, by finish reason"""
+    """Requests that have ended, by finish reason."""
     num_steps: int = 0
-    """steps committed"""
+    """Steps committed."""
     num_rows: int = 0
     num_computed_tokens: int = 0
-    """prompt and output tokens whose keys and values were computed, recomputed ones included"""
+    """Prompt and output tokens whose keys and values were computed, recomputed ones included."""
     num_sampled_tokens: int = 0
-    """output tokens that were sampled and delivered"""
+    """Output tokens that were sampled and delivered."""
     num_late_tokens: int = 0
     num_prompt_tokens: int = 0
-    """prompt tokens of all requests admitted"""
+    """Prompt tokens of all requests admitted."""
     num_cached_tokens: int = 0
-    """prompt tokens taken from the prefix cache"""
+    """Prompt tokens taken from the prefix cache."""
     num_preemptions: int = 0
-    """times a running sequence lost its pages"""
+    """Times a running sequence lost its pages."""
     wait_s: float = 0.0
     wait_counts: Counter[int] = field(default_factory=Counter)
-    """first seats, by the bucket of the wait for them"""
+    """First seats, by the bucket of the wait for them."""
     processing_s: float = 0.0
     num_batches_formed: int = 0
     num_batch_requests: int = 0

@@ -7,14 +7,14 @@ from collections.abc import Sequence as Seq
 from infer.schedule.sequence import Advanced
 
 MIN_CHUNK = 16
-"""prompt tokens that always fit, because prompts would starve otherwise; also the first limit"""
+"""Prompt tokens that always fit, because prompts would starve otherwise; also the first limit."""
 AIM = 0.9
-"""fraction of `max_step_ms` that is aimed at; the rest allows for variation between steps"""
+"""Fraction of `max_step_ms` that is aimed at; the rest allows for variation between steps."""
 MAX_FACTOR = 2.0
-"""largest factor by which one step may raise or lower a limit"""
+"""Largest factor by which one step may raise or lower a limit."""
 SMALL_CONTEXT = 10
 """log2 of the context (tokens) below which all contexts share one limit, because attention is a
-small part of the cost there"""
+small part of the cost there."""
 
 
 class StepBudget:

@@ -12,10 +12,10 @@ from infer.types import Request
 from infer.types.step_events import Queued, Resumed
 
 MAX_NAMED = 4
-"""maximum number of requests ahead in the queue that a "queued" event names"""
+"""Maximum number of requests ahead in the queue that a "queued" event names."""
 
 rank_of = attrgetter("rank")
-"""the rank of a sequence, by which all queues are ordered"""
+"""The rank of a sequence, by which all queues are ordered."""
 
 
 class WaitingQueue:
@@ -26,7 +26,7 @@ class WaitingQueue:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self.sequences: list[Sequence] = []
-        """the sequences that wait, in order of rank"""
+        """The sequences that wait, in order of rank."""
 
     def check(self, request: Request, num_seats: int, num_free_seats: int) -> None:
         """Raise `RequestError` if a request can never be served or its id is in use, and

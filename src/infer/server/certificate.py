@@ -20,9 +20,9 @@ from infer.server.settings import ServerSettings
 log = logging.getLogger("infer.server")
 
 LOOK_S = 10.0
-"""seconds between two looks at the files"""
+"""Seconds between two looks at the files."""
 SOON_S = 14 * 24 * 3600.0
-"""seconds before its end from which on a certificate is said to end soon"""
+"""Seconds before its end from which on a certificate is said to end soon."""
 _SAY_EVERY_S = 24 * 3600.0
 _PEM = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 _SEQUENCE, _UTC_TIME, _GENERALIZED_TIME = 0x30, 0x17, 0x18
@@ -40,7 +40,7 @@ class Certificate:
         self._said_s = 0.0
         self._stamp = self._stamp_now()
         self.context = check_certificate(settings)
-        """of new connections; None: the server speaks no TLS"""
+        """Of new connections; None: the server speaks no TLS."""
         self._say_if_it_ends()
 
     def refresh(self, *, always: bool = False) -> None:

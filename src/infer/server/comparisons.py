@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_RUNNING = 2
-"""comparisons of different keys that run at the same time"""
+"""Comparisons of different keys that run at the same time."""
 MAX_OF_KEY = 1
-"""comparisons of one key that run or wait"""
+"""Comparisons of one key that run or wait."""
 MAX_S = 120.0
-"""seconds after which a comparison is ended"""
+"""Seconds after which a comparison is ended."""
 MAX_BYTES = 32 * 1024 * 1024
-"""bytes of an answer"""
+"""Bytes of an answer."""
 COMMAND = (sys.executable, "-m", "infer.bench.comparison")
 _RETRY_S = 10
 
@@ -44,7 +44,7 @@ class ComparisonBody(Body):
     seats: Annotated[int, Field(ge=1, le=64), WHOLE] = 8
     num_requests: Annotated[int, Field(ge=1, le=128), WHOLE] = 64
     stream: bool = False
-    """whether the recordings are told as events while they are computed"""
+    """Whether the recordings are told as events while they are computed."""
 
 
 class Comparisons:

@@ -14,11 +14,11 @@ from infer.server.kept_answers import REPLACED, KeptAnswers, KeptPiece
 from infer.server.openai.events import NOTHING_YET
 
 FIRST_WAIT_S, LAST_WAIT_S = 0.05, 0.5
-"""seconds before the next question: after something new, and at most"""
+"""Seconds before the next question: after something new, and at most."""
 LOST_S = 30.0
-"""seconds without an answer of the other front after which it has gone"""
+"""Seconds without an answer of the other front after which it has gone."""
 ALIVE_S = 15.0
-"""seconds of silence after which a comment says that the stream lives"""
+"""Seconds of silence after which a comment says that the stream lives."""
 LOST = b": the front that has this answer does not answer\n\n"
 
 

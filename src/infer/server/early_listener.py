@@ -42,15 +42,15 @@ log = logging.getLogger("infer.server")
 
 LIVE_PATH = "/health/live"
 READ_BYTES = 8 * 1024
-"""bytes per read"""
+"""Bytes per read."""
 LINGER_S = 1.0
-"""seconds for which a client without a body may read its answer"""
+"""Seconds for which a client without a body may read its answer."""
 LINGER_BYTES = 4 * 1024 * 1024
-"""bytes of a body after which nothing more is read"""
+"""Bytes of a body after which nothing more is read."""
 TICK_S = 0.05
-"""seconds between two looks at which connections have had their time"""
+"""Seconds between two looks at which connections have had their time."""
 PAUSE_S = 0.1
-"""seconds without accepting where the process may open no further file"""
+"""Seconds without accepting where the process may open no further file."""
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -62,7 +62,7 @@ class EarlyAnswers:
         has_keys = settings.api_keys is not None
         self._rules = HostRules(has_keys=has_keys, hosts=settings.hosts, origins=settings.origins)
         self._statuses: Mapping[str, str] = dict.fromkeys(models, "loading")
-        """what `/v1/models` will say of each model; replaced as a whole, by any thread"""
+        """What `/v1/models` will say of each model; replaced as a whole, by any thread."""
 
     def note(self, model: str, status: str) -> None:
         """Say from now on that a model has this status, as in `/v1/models`."""
@@ -128,9 +128,9 @@ class EarlyConnection:
         self._answers, self._places, self._limits = answers, places, limits
         self.use = Use.HEAD if context is None else Use.HANDSHAKE
         self.is_silent = True
-        """whether nothing has come, so that the server can have it as if it were new"""
+        """Whether nothing has come, so that the server can have it as if it were new."""
         self.ends_s = time.monotonic() + limits.header_timeout_s
-        """when its present state ends at the latest, on the monotonic clock"""
+        """When its present state ends at the latest, on the monotonic clock."""
         self._received = bytearray()
         self._unsent = b""
         self._has_body = False
@@ -284,7 +284,7 @@ class EarlyListener:
         `context`: for TLS. `answers`: default: those of these settings and models. `metrics`: that
         of the port for health and metrics, if there is one."""
         self.sock = sock
-        """where the server will listen"""
+        """Where the server will listen."""
         self.metrics = metrics
         self.answers = answers or EarlyAnswers(settings, models)
         self._context = context
@@ -297,12 +297,12 @@ class EarlyListener:
         self._wake_end.setblocking(False)
         self._is_handing = self._is_handed = self._is_stopping = False
         self._silent: list[socket.socket] = []
-        """connections that go to the server"""
+        """Connections that go to the server."""
         self._has_handed = threading.Event()
         self._accepts_from_s = 0.0
-        """when accepting goes on after a pause; 0: there is none"""
+        """When accepting goes on after a pause; 0: there is none."""
         self._looks_s = 0.0
-        """when `ends_s` of all connections is looked at"""
+        """When `ends_s` of all connections is looked at."""
         self._thread = BackgroundThread(self._run, self._end, "infer-early")
 
     def start(self) -> None:

@@ -19,7 +19,7 @@ class EarlyStream:
         self._is_anthropic = is_anthropic
         self.has_begun = False
         self._status = 200
-        """that of the answer, once it has begun"""
+        """That of the answer, once it has begun."""
         self._error = b""
 
     async def mention(self, comment: str) -> None:

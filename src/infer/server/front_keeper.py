@@ -51,24 +51,25 @@ from infer.signals import ENDING, Hangup
 log = logging.getLogger("infer.server")
 
 TICK_S = 0.1
-"""seconds between two looks at what has become of the fronts"""
+"""Seconds between two looks at what has become of the fronts."""
 HANG_S, START_S = 30.0, 120.0
-"""seconds without a sign of a front's event loop after which its process is ended: while it serves,
-and while it starts"""
+"""Seconds without a sign of a front's event loop after which its process is ended: while it serves,
+and while it starts."""
 OWN_PAUSE_S = 2.0
-"""seconds without a look after which this process itself was stopped, and its fronts perhaps too"""
+"""Seconds without a look after which this process itself was stopped, and its fronts perhaps too.
+"""
 LAST_WORDS_S = 10.0
-"""seconds that fronts have to end after what the settings give their requests"""
+"""Seconds that fronts have to end after what the settings give their requests."""
 AT_ONCE_S = 2.0
-"""the same after a third signal"""
+"""The same after a third signal."""
 STEADY_S = 10.0
-"""seconds of service after which the death of a front is not one of several in a row"""
+"""Seconds of service after which the death of a front is not one of several in a row."""
 MAX_FAILURES = 3
-"""fronts in a row that may die before they have served, at the start of the server"""
+"""Fronts in a row that may die before they have served, at the start of the server."""
 MAX_PAUSE_S = 30.0
-"""longest pause in seconds before another front is started"""
+"""Longest pause in seconds before another front is started."""
 MAX_ACCEPTED = 64
-"""connections that are accepted for others in a turn"""
+"""Connections that are accepted for others in a turn."""
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -141,16 +142,16 @@ class FrontKeeper:
         self._manager = ServiceManager()
         self._exchange = FrontExchange(len(places))
         self._turns = itertools.count()
-        """whose turn it is to get a connection that was accepted here"""
+        """Whose turn it is to get a connection that was accepted here."""
         self._silent: list[tuple[bytes, socket.socket]] = []
-        """connections that nobody has yet"""
+        """Connections that nobody has yet."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._has_handed = self._has_served = False
-        """whether the fronts may listen, and whether all of them have served"""
+        """Whether the fronts may listen, and whether all of them have served."""
         self._leaving = asyncio.Event()
         self._num_signals = 0
         self._ends_s = 0.0
-        """when fronts that have not ended are killed"""
+        """When fronts that have not ended are killed."""
 
     async def run(self) -> None:
         """Serve until a signal; returns when all fronts have ended. Raises `InferError`."""

@@ -24,7 +24,7 @@ from infer.types import ErrorRecord
 M = TypeVar("M")
 
 _PIECE = 1 << 16
-"""bytes that are read at once"""
+"""Bytes that are read at once."""
 
 
 class FrontBegin(msgspec.Struct, array_like=True, tag="begin"):
@@ -33,13 +33,13 @@ class FrontBegin(msgspec.Struct, array_like=True, tag="begin"):
     name: str
     num_fronts: int
     settings: str
-    """`settings_text` of the server's"""
+    """`settings_text` of the server's."""
     text: bytes
-    """a `Text` as `replicas.messages` encodes it"""
+    """A `Text` as `replicas.messages` encodes it."""
     engines: list[bytes]
-    """a `Description` of each engine, in the order of the links"""
+    """A `Description` of each engine, in the order of the links."""
     seed: int
-    """of all fronts together; see `seed_of_front`"""
+    """Of all fronts together; see `seed_of_front`."""
 
 
 class FrontMayListen(msgspec.Struct, array_like=True, tag="listen"):
@@ -50,9 +50,9 @@ class FrontSettings(msgspec.Struct, array_like=True, tag="settings"):
     """The front is to read its certificate again, and to take these settings."""
 
     settings: str
-    """`settings_text`"""
+    """`settings_text`."""
     others: list[str]
-    """names of settings that have changed and need a restart"""
+    """Names of settings that have changed and need a restart."""
 
 
 class FrontSignal(msgspec.Struct, array_like=True, tag="signal"):
@@ -67,7 +67,7 @@ class FrontReply(msgspec.Struct, array_like=True, tag="reply"):
     number: int
     value: Any = None
     error: str = ""
-    """not empty: it has failed"""
+    """Not empty: it has failed."""
 
 
 class FrontPrepared(msgspec.Struct, array_like=True, tag="prepared"):
@@ -82,7 +82,7 @@ class FrontAlive(msgspec.Struct, array_like=True, tag="alive"):
     """The event loop of the front turns."""
 
     num_open: int
-    """requests that it has"""
+    """Requests that it has."""
 
 
 class FrontRefused(msgspec.Struct, array_like=True, tag="refused"):
@@ -97,11 +97,11 @@ class FrontCall(msgspec.Struct, array_like=True, tag="call"):
     number: int
     method: Literal["sync", "next_question", "answer", "ask"]
     arguments: list[Any]
-    """those behind the name of the front"""
+    """Those behind the name of the front."""
 
 
 TO_SERVER, TO_PROBES = b"s", b"p"
-"""what comes with a connection that a front is given: for which of its ports it was"""
+"""What comes with a connection that a front is given: for which of its ports it was."""
 
 ToFront = FrontBegin | FrontMayListen | FrontSettings | FrontSignal | FrontReply
 FromFront = FrontPrepared | FrontServes | FrontAlive | FrontRefused | FrontCall

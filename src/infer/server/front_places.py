@@ -43,7 +43,7 @@ class FrontProcess:
         pairs = [socket.socketpair() for _ in range(2 + num_links)]
         (self._control, self._handing, *links), theirs = zip(*pairs, strict=True)
         self.links: list[socket.socket] = links
-        """for each engine"""
+        """For each engine."""
         control, handed, *numbers = [each.fileno() for each in theirs]
         probing = -1 if probes is None else probes.fileno()
         numbers = [os.getpid(), control, handed, sock.fileno(), probing, *numbers]
@@ -57,9 +57,9 @@ class FrontProcess:
         self._told = ""
         self._heard_s = self._served_from_s = 0.0
         self.is_prepared = self.is_serving = False
-        """whether it could listen, and whether it does"""
+        """Whether it could listen, and whether it does."""
         self.num_open = 0
-        """requests that it has said that it has"""
+        """Requests that it has said that it has."""
 
     async def begin(self, first: FrontBegin) -> FrontStream[FromFront]:
         """Tell it what it is; what it says comes from what is returned."""
@@ -139,17 +139,17 @@ class FrontPlace:
 
     sock: socket.socket
     probes: socket.socket | None
-    """of the port for health and metrics, if there is one"""
+    """Of the port for health and metrics, if there is one."""
     num_links: int
-    """of engines"""
+    """Of engines."""
     module: str = MODULE
-    """what a front runs"""
+    """What a front runs."""
     front: FrontProcess | None = None
     has_listened: bool = False
     num_failures: int = 0
-    """fronts in a row that have died soon"""
+    """Fronts in a row that have died soon."""
     covered: set[socket.socket] = field(default_factory=set)
-    """its sockets, while connections to them are accepted for others"""
+    """Its sockets, while connections to them are accepted for others."""
 
     def start(self) -> FrontProcess:
         """Start a front here; the system ends it with the thread that calls this."""

@@ -65,9 +65,9 @@ from infer.types import ErrorRecord
 log = logging.getLogger("infer.server")
 
 READY_S = 5.0
-"""seconds that an engine has to answer before the front listens all the same"""
+"""Seconds that an engine has to answer before the front listens all the same."""
 _ALIVE_EVERY = 10
-"""calls of `on_tick`, of which there are ten a second, between two signs of life"""
+"""Calls of `on_tick`, of which there are ten a second, between two signs of life."""
 
 
 class FrontParent:

@@ -14,13 +14,13 @@ from typing import Protocol
 from infer.server.fronts import AnswerQuestion
 
 POLL_S = 10.0
-"""seconds for which a front waits at the relay before it comes again"""
+"""Seconds for which a front waits at the relay before it comes again."""
 FORGET_S = 60.0
-"""seconds after which a front that does not come is forgotten"""
+"""Seconds after which a front that does not come is forgotten."""
 RETRY_S = 0.5
-"""seconds between two attempts to reach the relay"""
+"""Seconds between two attempts to reach the relay."""
 MAX_QUEUED = 64
-"""questions that wait for a front; further ones get no answer from it"""
+"""Questions that wait for a front; further ones get no answer from it."""
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class RelayedPeers:
         self._front = front
         self._relay = relay
         self._seen: dict[str, float] = {}
-        """other fronts, and when they have last answered"""
+        """Other fronts, and when they have last answered."""
 
     async def ask(self, question: bytes, timeout_s: float) -> Mapping[str, bytes | None]:
         """See `Peers`."""

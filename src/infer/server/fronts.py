@@ -33,48 +33,48 @@ from infer.server.request_views import OneServer, ServedEngine, metrics_response
 from infer.server.tenancy.front_limits import FrontLimits
 
 ANSWER_TIMEOUT_S = 1.0
-"""seconds that a front waits for the others"""
+"""Seconds that a front waits for the others."""
 MAX_QUESTIONS = 32
-"""different questions of a front that may be under way, beside the first of each key"""
+"""Different questions of a front that may be under way, beside the first of each key."""
 MAX_QUESTIONS_OF_KEY = 4
-"""those of one key"""
+"""Those of one key."""
 WAIT_S = 0.5
-"""seconds that a further question waits for its turn; then it is refused (503)"""
+"""Seconds that a further question waits for its turn; then it is refused (503)."""
 MAX_LISTED_OF_FRONT = 256
-"""requests of each front in a list, the newest"""
+"""Requests of each front in a list, the newest."""
 
 
 class FrontQuestion(msgspec.Struct, array_like=True, frozen=True):
     """What a front asks others."""
 
     kind: Literal["requests", "request", "cancel", "events", "named", "stats", "metrics"]
-    """`named`: the requests that a client's `x-request-id` may mean"""
+    """`named`: the requests that a client's `x-request-id` may mean."""
     tag: str = ""
-    """tag of the front that is asked; empty = all"""
+    """Tag of the front that is asked; empty = all."""
     name: str = ""
-    """id of a request; for `named` that of the client"""
+    """Id of a request; for `named` that of the client."""
     visible_to: str | None = None
-    """id of the key whose requests the caller may see; None = those of all keys"""
+    """Id of the key whose requests the caller may see; None = those of all keys."""
     after: int = 0
-    """for `events`: number of the last event that is known"""
+    """For `events`: number of the last event that is known."""
     num_passed: int = 0
-    """for `events`: see `KeptPiece.num_passed`"""
+    """For `events`: see `KeptPiece.num_passed`."""
 
 
 class FrontAnswer(msgspec.Struct, array_like=True, frozen=True):
     """What a front answers."""
 
     is_found: bool = False
-    """whether it has the request that was asked for"""
+    """Whether it has the request that was asked for."""
     fields: Any = None
-    """the answer as JSON values"""
+    """The answer as JSON values."""
     text: str = ""
-    """for `metrics`"""
+    """For `metrics`."""
 
 
 OfOne = Literal["request", "cancel", "events"]
 _MADE_HERE = re.compile(r"(?:[a-z]+[-_])?[0-9a-f]{32}")
-"""form of the ids that fronts make"""
+"""Form of the ids that fronts make."""
 _encode = msgspec.msgpack.Encoder().encode
 _decode_question = msgspec.msgpack.Decoder(FrontQuestion).decode
 _decode_answer = msgspec.msgpack.Decoder(FrontAnswer).decode
@@ -97,9 +97,9 @@ class SeveralFronts:
     """
 
     name: str
-    """name of this front, such as `front-0a1b2c3d`, unique to its process"""
+    """Name of this front, such as `front-0a1b2c3d`, unique to its process."""
     limits: FrontLimits
-    """the limits of keys, which all fronts share"""
+    """The limits of keys, which all fronts share."""
     peers: Peers
 
     @property
@@ -160,12 +160,12 @@ class FrontQueries(OneServer):
         super().__init__(served)
         self._fronts = fronts
         self.own = FrontEndpoints(fronts.tag, served)
-        """answers the questions of the others"""
+        """Answers the questions of the others."""
         self._asking: dict[FrontQuestion, asyncio.Task[Mapping[str, bytes | None]]] = {}
-        """by the question, because equal ones have one answer"""
+        """By the question, because equal ones have one answer."""
         self._places = asyncio.Semaphore(MAX_QUESTIONS)
         self._places_of: WeakValueDictionary[str | None, asyncio.Semaphore] = WeakValueDictionary()
-        """by `visible_to`, while one of its questions waits or is under way"""
+        """By `visible_to`, while one of its questions waits or is under way."""
 
     async def _ask(self, asked: FrontQuestion) -> tuple[dict[str, FrontAnswer], list[str]]:
         """The answers by the names of the fronts, and the names of those that do not answer."""
@@ -328,4 +328,4 @@ def _labelled(texts: Mapping[str, str]) -> Iterable[str]:
 
 
 AnswerQuestion = Callable[[bytes], bytes]
-"""a `FrontEndpoints`, for whoever brings it the questions"""
+"""A `FrontEndpoints`, for whoever brings it the questions."""

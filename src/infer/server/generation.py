@@ -35,11 +35,11 @@ from infer.text.untrusted.workers import Steps
 from infer.types import Request
 
 CONVERSATIONS = ("session-id", "x-session-id", "x-claude-code-session-id")
-"""headers in which coding agents name a conversation; OpenAI's APIs have `prompt_cache_key`"""
+"""Headers in which coding agents name a conversation; OpenAI's APIs have `prompt_cache_key`."""
 MAX_CONVERSATION = 256
-"""characters of such a name that count"""
+"""Characters of such a name that count."""
 REFUSES = (429, 499, 504)
-"""statuses of errors that every endpoint that generates has"""
+"""Statuses of errors that every endpoint that generates has."""
 
 
 @dataclass(eq=False)
@@ -78,19 +78,19 @@ class Prepared(NamedTuple):
     """What is made of a body beside the event loop."""
 
     requests: list[Request]
-    """one for each choice"""
+    """One for each choice."""
     answer: AnswerFormat
     events: StreamFormat | None
-    """the answer as a stream, if it is to be one"""
+    """The answer as a stream, if it is to be one."""
 
 
 class Places(NamedTuple):
     """The places of one request's choices, until they are handed over."""
 
     waiting: ExitStack
-    """counts the choices among those of the key that wait, until it is closed"""
+    """Counts the choices among those of the key that wait, until it is closed."""
     reservation: Reservation
-    """places of the engine"""
+    """Places of the engine."""
 
 
 def conversation_of(body: Mapping[str, Any], headers: Mapping[str, str]) -> str:
@@ -115,11 +115,11 @@ class GenerationCall(Generic[B]):
         self._tenant = tenant_of(http.scope)
         self._answer_id = f"{api.id_prefix}{self._context.id}"
         self._turn: SessionTurn | ResponseTurn | None = None
-        """what is kept of it, once the body is read"""
+        """What is kept of it, once the body is read."""
         self._conversation = ""
-        """what the client calls the conversation"""
+        """What the client calls the conversation."""
         self._is_kept = False
-        """whether the answer outlives its connection"""
+        """Whether the answer outlives its connection."""
 
     async def respond(self) -> Response:
         """All stages, in order."""

@@ -17,32 +17,32 @@ from infer.server.http.error_responses import HttpError
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 KEEP_HEADER = "x-keep-answer"
-"""the header of a request whose answer is to be kept: true or false"""
+"""The header of a request whose answer is to be kept: true or false."""
 MAX_TAKEN_BYTES = 64 * 1024
-"""bytes of events that a reader takes at once, beyond the first one"""
+"""Bytes of events that a reader takes at once, beyond the first one."""
 MAX_READERS = 4
-"""readers of one answer; a further one takes the place of the one that came first"""
+"""Readers of one answer; a further one takes the place of the one that came first."""
 NUMBER = {"type": "integer", "minimum": 0, "default": 0}
-"""schema of the number of an event"""
+"""Schema of the number of an event."""
 MAX_NUMBER_CHARS = 15
-"""digits of the number of an event in a request"""
+"""Digits of the number of an event in a request."""
 EVENT_COST = 64
-"""bytes that an event costs beside its own"""
+"""Bytes that an event costs beside its own."""
 ANSWER_COST = 2048
-"""bytes that an answer costs beside its events"""
+"""Bytes that an answer costs beside its events."""
 
 
 class KeptPiece(msgspec.Struct, array_like=True, frozen=True):
     """What a reader gets at once."""
 
     data: bytes
-    """numbered events, or what is without a number; empty: there is nothing new"""
+    """Numbered events, or what is without a number; empty: there is nothing new."""
     last: int
-    """number of the last event that it has read now"""
+    """Number of the last event that it has read now."""
     is_end: bool = False
-    """whether nothing comes after it"""
+    """Whether nothing comes after it."""
     num_passed: int = 0
-    """what has passed without a number so far, of which a reader gets the latest"""
+    """What has passed without a number so far, of which a reader gets the latest."""
 
 
 REPLACED = b": another reader has this place now, or the key was revoked\n\n"
@@ -235,7 +235,7 @@ class _Owned:
     def __init__(self) -> None:
         self.running: dict[str, KeptAnswer] = {}
         self.ended: OrderedDict[str, KeptAnswer] = OrderedDict()
-        """the oldest first"""
+        """The oldest first."""
         self.num_bytes = 0
 
 
@@ -256,7 +256,7 @@ class KeptAnswers:
         self._owned: dict[str, _Owned] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self.num_bytes = 0
-        """what all answers cost"""
+        """What all answers cost."""
 
     def wants(self, headers: Headers, *, streams: bool) -> bool:
         """Whether a request with these headers asks for its answer to be kept, and it will be.

@@ -25,17 +25,17 @@ from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 log = logging.getLogger("infer.server")
 
 Launch = Callable[[], AsyncLLM]
-"""loads a model, in a thread; raises `LoadError`"""
+"""Loads a model, in a thread; raises `LoadError`."""
 Find = Callable[[], Mapping[str, Launch]]
-"""what loads the models that are there now, by their names; called in a thread"""
+"""What loads the models that are there now, by their names; called in a thread."""
 Fits = Callable[[str, Sequence[str]], bool]
-"""whether a model fits into memory beside those that are loaded; called in a thread"""
+"""Whether a model fits into memory beside those that are loaded; called in a thread."""
 RETRY_S = 5
-"""seconds after which a request may ask again for a model that is being loaded"""
+"""Seconds after which a request may ask again for a model that is being loaded."""
 LOOK_S = 0.5
-"""seconds between two looks at the folder of models, whoever asks for a model that is not known"""
+"""Seconds between two looks at the folder of models, whoever asks for a model that is not known."""
 _POLL_S = 0.02
-"""interval in seconds at which the requests of a model that is being unloaded are counted"""
+"""Interval in seconds at which the requests of a model that is being unloaded are counted."""
 
 
 @dataclass(eq=False)
@@ -45,18 +45,18 @@ class HeldModel:
     name: str
     launch: Launch
     is_found: bool = False
-    """whether it is there because it was found in the folder of models"""
+    """Whether it is there because it was found in the folder of models."""
     engine: AsyncLLM | None = None
     app: Starlette | None = None
     num_using: int = 0
-    """HTTP requests that its app works on"""
+    """HTTP requests that its app works on."""
     used_s: float = 0.0
     refused_until_s: float = 0.0
     reason: str = ""
     """Why it could not be loaded, without the folders of this machine; "" where it could or was not
     tried."""
     is_leaving: bool = False
-    """whether its running requests are its last ones"""
+    """Whether its running requests are its last ones."""
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """The lock that loading and unloading hold."""
 
@@ -150,7 +150,7 @@ class LoadedModels:
         do."""
         self._models = {name: HeldModel(name, launch) for name, launch in launches.items()}
         self._settings: ServerSettings | None = None
-        """those that `apply` was given last"""
+        """Those that `apply` was given last."""
         self._make_app = make_app
         self._idle_unload_s = idle_unload_s
         self._loader = _Loader()
@@ -164,7 +164,7 @@ class LoadedModels:
         self._aliases = aliases or {}
         self._fits = fits
         self._room = asyncio.Lock()
-        """held while room is made and used"""
+        """Held while room is made and used."""
         self._beginning: set[asyncio.Task[Starlette]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = -LOOK_S

@@ -31,7 +31,7 @@ from infer.text.untrusted.workers import Steps
 
 W = TypeVar("W", bound=Body)
 _BYTES_AN_ID = 8
-"""size of a token id in an answer, about"""
+"""Size of a token id in an answer, about."""
 
 
 class ModelEndpoints:
@@ -56,7 +56,7 @@ class ModelEndpoints:
         self._settings = settings
         self._comparisons = Comparisons(engine)
         self._document: asyncio.Task[bytes] | None = None
-        """makes the OpenAPI document, once somebody has asked for it"""
+        """Makes the OpenAPI document, once somebody has asked for it."""
 
     @takes(ChatBody, refuses=(404,))
     async def render(self, http: HttpRequest) -> Response:

@@ -20,7 +20,7 @@ from infer.server.served_models import MODEL_NAME, Presets
 log = logging.getLogger("infer.server")
 
 MAX_ENTRIES = 10_000
-"""entries of the folder that are looked at"""
+"""Entries of the folder that are looked at."""
 _CONFIG = "config.json"
 _NAME = re.compile(MODEL_NAME)
 
@@ -37,7 +37,7 @@ class ModelsFolder:
         self._folder = folder.expanduser()
         self._max_entries = max_entries
         self._told: frozenset[str] = frozenset()
-        """the problems that the log has named, as long as they are there"""
+        """The problems that the log has named, as long as they are there."""
 
     def look(self) -> dict[str, Path]:
         """The models that are there now, by their names, in the order of these. What cannot be

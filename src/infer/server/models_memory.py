@@ -10,7 +10,7 @@ from infer.main_memory import available_bytes
 from infer.models.gguf_names import SPLIT_NAME
 
 BESIDE_WEIGHTS = 512 * 1024 * 1024
-"""bytes that an engine's process takes beside its weights, about"""
+"""Bytes that an engine's process takes beside its weights, about."""
 _WEIGHTS = (".safetensors", ".gguf")
 
 

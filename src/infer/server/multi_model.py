@@ -37,7 +37,7 @@ from infer.server.settings import ServerSettings
 from infer.server.viewers import EngineViewers
 
 MAX_LISTED = 20
-"""models that an error names"""
+"""Models that an error names."""
 
 
 class ModelRouter(RequestViews):

@@ -31,9 +31,9 @@ from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 T = TypeVar("T")
 
 PARSED = "infer.body"
-"""key in a scope: the body's object, where somebody has read it before"""
+"""Key in a scope: the body's object, where somebody has read it before."""
 NUM_BYTES = "infer.num_bytes"
-"""key in a scope: bytes of the body, and of what was added to it since (a session's messages)"""
+"""Key in a scope: bytes of the body, and of what was added to it since (a session's messages)."""
 
 
 class Offload:
@@ -50,11 +50,11 @@ class Offload:
         self._places = KeyPlaces(
             "long bodies worked on", limits.max_long_bodies_of_key, limits.max_long_bodies
         )
-        """of long bodies that are worked on or wait"""
+        """Of long bodies that are worked on or wait."""
         self._jobs = KeyPlaces(
             "chats and grammars worked on", limits.max_jobs_of_key, limits.max_jobs
         )
-        """of jobs of untrusted text that are worked on or wait"""
+        """Of jobs of untrusted text that are worked on or wait."""
         self._budget = BodyBudget()
 
     async def read_object(self, request: Request) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from infer.server.settings import ServerSettings
 from infer.server.tenancy.limits import AuthMiddleware
 
 MAX_CONNECTIONS = 64
-"""connections that may be open here; unused ones give way"""
+"""Connections that may be open here; unused ones give way."""
 KEEP_ALIVE_S = 75
 
 

@@ -15,8 +15,8 @@ from infer.server.settings import ServerSettings
 log = logging.getLogger("infer.server")
 
 ReadAgain = Callable[[ServerSettings], tuple[ServerSettings, list[str]]]
-"""from the settings as they are: those that hold from now on, and the names of others that have
-changed and need a restart"""
+"""From the settings as they are: those that hold from now on, and the names of others that have
+changed and need a restart."""
 
 
 class Reload:
@@ -34,7 +34,7 @@ class Reload:
     ) -> None:
         """`apply`: hands settings to the parts that obey them."""
         self.settings = settings
-        """as they are now"""
+        """As they are now."""
         self._certificate = certificate
         self._apply = apply
         self._read_again = read_again

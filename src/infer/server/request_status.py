@@ -9,9 +9,9 @@ from infer.server.observe.request_trace import ChoiceTrace, RequestTrace
 from infer.server.openai.events import dump, event
 
 EVENT = "infer.status"
-"""name of the event that tells a status"""
+"""Name of the event that tells a status."""
 _RANKS = ("running", "preempted", "waiting")
-"""statuses of a choice, that which is furthest first"""
+"""Statuses of a choice, that which is furthest first."""
 
 
 class RequestStatus(NamedTuple):
@@ -19,9 +19,9 @@ class RequestStatus(NamedTuple):
     the event. All of it is known from the request's trace and its engine; nothing is asked."""
 
     state: str
-    """queued, reading, answering, preempted or restarting"""
+    """Queued, reading, answering, preempted or restarting."""
     text: str
-    """the same in words"""
+    """The same in words."""
     queued_behind: int
     prompt_tokens_done: int
     prompt_tokens: int

@@ -68,8 +68,8 @@ class UnloadBody(Body):
 
     model: str
     force: bool = False
-    """whether it is unloaded though requests run on it, which may finish within the time that those
-    of a server have at its end"""
+    """Whether it is unloaded though requests run on it, which may finish within the time that those
+    of a server have at its end."""
 
 
 class ServedEngine(NamedTuple):

@@ -57,7 +57,7 @@ COMPARISONS_PATH = "/v1/engine/comparisons"
 MCP_SERVERS_PATH, MCP_CALL_PATH = "/v1/mcp/servers", "/v1/mcp/call"
 
 _BYTES_AN_ENTRY = 500
-"""size of an entry of a list, about"""
+"""Size of an entry of a list, about."""
 
 GENERATING: tuple[GeneratingApi[Any], ...] = (
     CompletionsApi(),
@@ -65,7 +65,7 @@ GENERATING: tuple[GeneratingApi[Any], ...] = (
     ResponsesApi(),
     MessagesApi(),
 )
-"""the endpoints that generate"""
+"""The endpoints that generate."""
 
 ROUTES: tuple[Row, ...] = (
     ("POST", "/v1/chat/completions/render", ModelEndpoints.render),
@@ -108,7 +108,7 @@ ROUTES: tuple[Row, ...] = (
 
 PROBE_PATHS = ("/health", "/health/live", "/health/ready", "/metrics")
 PROBE_ROUTES = tuple(row for row in ROUTES if row[1] in PROBE_PATHS)
-"""the rows of a port for probes and scrapes"""
+"""The rows of a port for probes and scrapes."""
 
 
 def routes_of(

@@ -20,12 +20,12 @@ class Served:
     """What a server serves, at the moment when it begins to."""
 
     names: str
-    """of all models, separated by commas"""
+    """Of all models, separated by commas."""
     engines: Sequence[AsyncLLM]
-    """those that are loaded"""
+    """Those that are loaded."""
     url: str
     has_page: bool
-    """whether browsers get a page at `url`"""
+    """Whether browsers get a page at `url`."""
 
 
 class Screen:

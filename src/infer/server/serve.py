@@ -74,11 +74,12 @@ log = logging.getLogger("infer.server")
 
 KEEP_ALIVE_S = 75
 LAST_REQUESTS_S = 1.0
-"""the seconds for which a server stays whose port is closed, for connections that came just then"""
+"""The seconds for which a server stays whose port is closed, for connections that came just then.
+"""
 _OPENING_S = 0.25
-"""the seconds that connections have to be opened which were asked for before the port closes"""
+"""The seconds that connections have to be opened which were asked for before the port closes."""
 _TICKS_BETWEEN_LOOKS = int(LOOK_S / 0.1)
-"""of `Server.on_tick`"""
+"""Of `Server.on_tick`."""
 _LAST_WORDS_S = 5
 """The seconds between the end of the engine and that of uvicorn, in which streams send their
 error."""
@@ -146,11 +147,11 @@ class Server(uvicorn.Server):
         self._probes = _probes_of(early, app.state.views, settings, places)
         self._announce, self._screen = announce, screen
         self._port_closes_s: float | None = None
-        """when newcomers are served no longer, on the monotonic clock; None: not known, or past"""
+        """When newcomers are served no longer, on the monotonic clock; None: not known, or past."""
         self._stays_until_s = 0.0
         self._drain_ends_s: float | None = None
         self._quiet_s = 0.0
-        """since the last full garbage collection; less the more connections there are"""
+        """Since the last full garbage collection; less the more connections there are."""
         self._hurry = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 

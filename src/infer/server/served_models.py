@@ -13,9 +13,9 @@ from infer.errors import ConfigError
 from infer.readable_text import readable
 
 MODEL_ACTIONS = ("load", "unload")
-"""what is no name of a model, as it stands behind /v1/models/ for what is done with one"""
+"""What is no name of a model, as it stands behind /v1/models/ for what is done with one."""
 MODEL_NAME = rf"(?!({'|'.join(MODEL_ACTIONS)})(?![\w.-]))[A-Za-z0-9][A-Za-z0-9._-]{{0,95}}"
-"""a pattern of the names that models may be given"""
+"""A pattern of the names that models may be given."""
 _NAMED = re.compile(f"{MODEL_NAME}=.+")
 
 
@@ -24,11 +24,11 @@ class Presets:
     """The settings of engines by the names of their models, and other names of these."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """those of all"""
+    """Those of all."""
     own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """what a model has instead, by its name"""
+    """What a model has instead, by its name."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """names of models by other names of theirs"""
+    """Names of models by other names of theirs."""
 
     def config_of(self, name: str, model: str) -> EngineConfig:
         """The config of the model of a name, whose checkpoint `model` names. Raises

@@ -22,7 +22,7 @@ class ServiceManager:
         self._address = variables.get("NOTIFY_SOCKET", "")
         self._clock = clock
         self._beat_s = 0.0
-        """seconds between two signs of life; 0: none are wanted"""
+        """Seconds between two signs of life; 0: none are wanted."""
         self._next_s = 0.0
         is_ours = variables.get("WATCHDOG_PID") in (None, "", str(os.getpid()))
         if is_ours and variables.get("WATCHDOG_USEC", "").isdecimal():

@@ -31,7 +31,7 @@ from infer.types.server_limits import (
 
 MAX_PORT = 65535
 PASSWORD_OF_URL = r"://[^/@\s]*?:([^/@\s]+)@"
-"""the password in a URL such as that of a database"""
+"""The password in a URL such as that of a database."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +225,7 @@ class ServerSettings:
         is_repeatable=True,
     )
     limits: ServerLimits = SERVER_LIMITS
-    """no option"""
+    """No option."""
 
     ui: bool = option(True, "Answer browsers at / with a page to chat with the model.")
 

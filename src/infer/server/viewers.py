@@ -34,25 +34,25 @@ from infer.types.engine_stats import EngineStats
 log = logging.getLogger(__name__)
 
 MAX_VIEWERS = 8
-"""maximum number of viewers of an engine"""
+"""Maximum number of viewers of an engine."""
 MAX_VIEWERS_A_KEY = 4
-"""maximum number of them with one key"""
+"""Maximum number of them with one key."""
 TURN_S = 10.0
-"""seconds after which a viewer gives way to a key without one, where each has one"""
+"""Seconds after which a viewer gives way to a key without one, where each has one."""
 FRAME_S = 0.05
-"""minimum seconds between two frames"""
+"""Minimum seconds between two frames."""
 IDLE_FRAME_S = 1.0
-"""seconds without anything to tell after which an empty frame says that the stream lives"""
+"""Seconds without anything to tell after which an empty frame says that the stream lives."""
 MAX_BYTES_A_SECOND = 40_000
-"""bytes of frames a second for a viewer, on average; with the largest frame less than 64 KiB in any
-second"""
+"""Bytes of frames a second for a viewer, on average; with the largest frame less than 64 KiB in any
+second."""
 MAX_PENDING_BYTES = 64 * 1024
-"""bytes that wait for a viewer who reads slowly"""
+"""Bytes that wait for a viewer who reads slowly."""
 MAX_EVERY_MS = 1000
-"""maximum number of milliseconds for which a viewer may let frames wait for the next write; the
-frames of that time must fit into `MAX_PENDING_BYTES`"""
+"""Maximum number of milliseconds for which a viewer may let frames wait for the next write; the
+frames of that time must fit into `MAX_PENDING_BYTES`."""
 _CREDIT_BYTES = 2_000
-"""bytes that may be written at once after a quiet time, in addition to the frame itself"""
+"""Bytes that may be written at once after a quiet time, in addition to the frame itself."""
 _RETRY_S = 5
 
 
@@ -78,9 +78,9 @@ class Viewer:
         self.party = party
         self.since_s = since_s
         self.is_synced = False
-        """whether he knows the state of all requests as of the last frame"""
+        """Whether he knows the state of all requests as of the last frame."""
         self.left_out = LeftOut()
-        """what he did not get since he was in sync; nothing before he was for the first time"""
+        """What he did not get since he was in sync; nothing before he was for the first time."""
         self._has_begun = False
         self._pending = [hello]
         self._num_bytes = 0
@@ -184,10 +184,10 @@ class EngineViewers:
         self._traces = traces
         self._clock = clock
         self._viewers: dict[Viewer, None] = {}
-        """those who watch, the oldest first"""
+        """Those who watch, the oldest first."""
         self._groups: dict[str | None, ViewerGroup] = {}
         self._builder: FrameBuilder | None = None
-        """None while nobody watches"""
+        """None while nobody watches."""
         self._ticking: asyncio.Task[None] | None = None
         self._zero_s = 0.0
         self._zero_at = 0.0
@@ -195,7 +195,7 @@ class EngineViewers:
         self._num_restarts = 0
         self._credit = 0.0
         self._told_s = 0.0
-        """time of the last frame"""
+        """Time of the last frame."""
 
     @property
     def num_viewers(self) -> int:

@@ -61,7 +61,7 @@ ARCHITECTURES: Mapping[str, tuple[str, str]] = {
     "seedoss": ("seed-oss", "seed-oss"),
     "smollm3": ("hermes", "think"),
 }
-"""architecture, without signs → names of the format of calls and of the marks of reasoning"""
+"""Architecture, without signs → names of the format of calls and of the marks of reasoning."""
 _THOUGHT_FIELDS = ("thinking", "reasoning_content", "reasoning")
 _CALL_FIELDS = ("tool_calls", "tool_call")
 _ESCAPED = re.compile(r"\\([^\w\s])")

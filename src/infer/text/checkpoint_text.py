@@ -42,7 +42,7 @@ class TextFiles:
     added_tokens: tuple[Mapping[str, Any], ...] = ()
     """Entries of `added_tokens_decoder` in tokenizer_config.json, in the order of their ids."""
     tokenizer_class: str | None = None
-    """transformers' class of the tokenizer, which clients may ask for; it has no effect here."""
+    """Transformers' class of the tokenizer, which clients may ask for; it has no effect here."""
     tool_parser: str | None = None
     """Name of the format of tool calls, if the operator has set one."""
     reasoning_parser: str | None = None

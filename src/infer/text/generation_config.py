@@ -24,13 +24,13 @@ _FIELDS = {
     "min_new_tokens": "min_tokens",
     "stop_strings": "stop",
 }
-"""name in generation_config.json → name of the request's field"""
+"""Name in generation_config.json → name of the request's field."""
 _GGUF_FIELDS = {
     "temp": "temperature",
     **{name: name for name in ("top_k", "top_p", "min_p")},
     "penalty_repeat": "repetition_penalty",
 }
-"""name below `general.sampling.` → name of the request's field"""
+"""Name below `general.sampling.` → name of the request's field."""
 _INTEGERS = ("top_k", "max_tokens", "min_tokens")
 _HARMLESS = frozenset({
     "do_sample", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
@@ -57,9 +57,9 @@ _NEUTRAL: Mapping[str, Any] = {
 }
 """Values without effect of settings that are not supported; no name needs null, false or empty."""
 _MAX_NAMED = 8
-"""the most settings that a sentence names"""
+"""The most settings that a sentence names."""
 _MAX_CHARS = 60
-"""the most characters of a value that a sentence repeats"""
+"""The most characters of a value that a sentence repeats."""
 
 
 def defaults_of(config: Mapping[str, Any], source: str = FILE) -> SamplingDefaults:

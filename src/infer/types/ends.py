@@ -14,17 +14,17 @@ class FinishReason(StrEnum):
     """Why a sequence ended; every request ends in exactly one of these."""
 
     EOS = "eos"
-    """the model ended it with one of its end-of-sequence tokens"""
+    """The model ended it with one of its end-of-sequence tokens."""
     STOP = "stop"
-    """a stop string or a stop token id of the request was reached"""
+    """A stop string or a stop token id of the request was reached."""
     COMPLETE = "complete"
-    """what the request's grammar wants is complete, and nothing may follow"""
+    """What the request's grammar wants is complete, and nothing may follow."""
     LENGTH = "length"
-    """`max_tokens` were generated"""
+    """`max_tokens` were generated."""
     ABORT = "abort"
-    """the caller left or cancelled"""
+    """The caller left or cancelled."""
     ERROR = "error"
-    """refused by the engine, or the engine failed on it; `StepOutput.error` says which"""
+    """Refused by the engine, or the engine failed on it; `StepOutput.error` says which."""
 
 
 EndCounter = Literal["num_requests_finished", "num_requests_cancelled", "num_requests_failed"]
@@ -36,11 +36,11 @@ class End(NamedTuple):
     """What one end is called."""
 
     word: str | None
-    """OpenAI's `finish_reason`; None: it was not finished but broken off"""
+    """OpenAI's `finish_reason`; None: it was not finished but broken off."""
     outcome: str
-    """in traces, metrics, logs and spans"""
+    """In traces, metrics, logs and spans."""
     counter: EndCounter
-    """the field of `RequestCounters` in which it is counted"""
+    """The field of `RequestCounters` in which it is counted."""
 
 
 def end_of(reason: FinishReason | None) -> End:

@@ -10,26 +10,26 @@ class EngineLimits:
     """Limits of an engine, found out when it is built."""
 
     vocab_size: int
-    """width of the logits; every token id is smaller"""
+    """Width of the logits; every token id is smaller."""
     max_seq_len: int
-    """maximum length of prompt and output together, in tokens"""
+    """Maximum length of prompt and output together, in tokens."""
     num_seats: int
-    """maximum number of sequences in the batch"""
+    """Maximum number of sequences in the batch."""
     max_waiting_requests: int
-    """maximum number of requests in the queue"""
+    """Maximum number of requests in the queue."""
     max_waiting_tokens: int | None = None
-    """maximum number of prompt tokens in the queue; None: only requests are counted"""
+    """Maximum number of prompt tokens in the queue; None: only requests are counted."""
     batching_mode: str = "continuous"
-    """see `EngineConfig.batching_mode`"""
+    """See `EngineConfig.batching_mode`."""
     page_size: int = 0
-    """tokens in a page of the KV cache; 0 where nobody has said it"""
+    """Tokens in a page of the KV cache; 0 where nobody has said it."""
     prefix_caching: bool = True
-    """whether prompts that begin alike share pages"""
+    """Whether prompts that begin alike share pages."""
     weights: str = ""
-    """number format of the weights and where they are, such as "int8 on cpu"; empty where nobody
-    has said it"""
+    """Number format of the weights and where they are, such as "int8 on cpu"; empty where nobody
+    has said it."""
     weight_bytes: int = 0
-    """size of the weights in bytes; 0 where nobody has said it"""
+    """Size of the weights in bytes; 0 where nobody has said it."""
 
     @property
     def max_unfinished(self) -> int:

@@ -17,35 +17,35 @@ OF_STATIC_BATCHES = (
     *("num_batches_last_minute", "num_batches_formed", "num_batch_requests"),
     *("num_batches", "num_batch_tokens", "num_padded_tokens"),
 )
-"""the fields that have a meaning in static mode only"""
+"""The fields that have a meaning in static mode only."""
 
 
 class EngineGauges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What an engine holds now; all zeros where there is none."""
 
     num_waiting: int = 0
-    """requests without a seat"""
+    """Requests without a seat."""
     num_running: int = 0
-    """requests with a seat and pages"""
+    """Requests with a seat and pages."""
     num_preempted: int = 0
-    """requests that have lost their pages and will be recomputed"""
+    """Requests that have lost their pages and will be recomputed."""
     num_pages: int = 0
-    """pages of the KV cache that requests may use"""
+    """Pages of the KV cache that requests may use."""
     num_free_pages: int = 0
-    """pages that no request uses; their content may still be found"""
+    """Pages that no request uses; their content may still be found."""
     num_indexed_pages: int = 0
-    """pages whose content the prefix index knows"""
+    """Pages whose content the prefix index knows."""
     kv_bytes: int = 0
-    """size of the KV cache in bytes; 0 where it is not known"""
+    """Size of the KV cache in bytes; 0 where it is not known."""
     cores_taken: float = 0.0
-    """cores that other processes had in the last seconds while threads of the kernels needed them
+    """Cores that other processes had in the last seconds while threads of the kernels needed them.
     """
     num_batches_last_minute: int = 0
-    """static mode: batches that were formed in the last minute"""
+    """Static mode: batches that were formed in the last minute."""
     num_touched_pages: int = 0
-    """pages that take memory, in use or not"""
+    """Pages that take memory, in use or not."""
     num_allowed_pages: int = 0
-    """pages that may take memory now; fewer than `num_pages` while main memory is scarce"""
+    """Pages that may take memory now; fewer than `num_pages` while main memory is scarce."""
 
     @property
     def kv_cache_usage(self) -> float:
@@ -58,55 +58,56 @@ class EngineCounters(msgspec.Struct, frozen=True, array_like=True, kw_only=True)
     otherwise."""
 
     num_evictions: int = 0
-    """pages that left the prefix index: overwritten, or their memory was given back"""
+    """Pages that left the prefix index: overwritten, or their memory was given back."""
     num_submitted: int = 0
-    """requests that were accepted; equals waiting + running + preempted + finished"""
+    """Requests that were accepted; equals waiting + running + preempted + finished."""
     num_requests_refused: int = 0
-    """requests that the scheduler refused because its queue was full"""
+    """Requests that the scheduler refused because its queue was full."""
     num_steps: int = 0
     num_rows: int = 0
-    """sequences that were computed, summed over the steps"""
+    """Sequences that were computed, summed over the steps."""
     num_computed_tokens: int = 0
     num_sampled_tokens: int = 0
     num_late_tokens: int = 0
-    """tokens sampled for sequences that had ended while the step was being computed; dropped"""
+    """Tokens sampled for sequences that had ended while the step was being computed; dropped."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    """prompt tokens that were taken from the prefix cache"""
+    """Prompt tokens that were taken from the prefix cache."""
     num_preemptions: int = 0
     wait_s: float = 0.0
-    """seconds from the hand-over to the engine until the first seat, summed over the requests"""
+    """Seconds from the hand-over to the engine until the first seat, summed over the requests."""
     processing_s: float = 0.0
-    """seconds from the first seat to the end, summed over the requests that ended normally"""
+    """Seconds from the first seat to the end, summed over the requests that ended normally."""
     num_batches_formed: int = 0
-    """static mode: batches that have begun"""
+    """Static mode: batches that have begun."""
     num_batch_requests: int = 0
-    """static mode: requests of those batches"""
+    """Static mode: requests of those batches."""
     num_batches: int = 0
-    """static mode: batches that have ended"""
+    """Static mode: batches that have ended."""
     num_batch_tokens: int = 0
-    """static mode: prompt and output tokens of those batches"""
+    """Static mode: prompt and output tokens of those batches."""
     num_padded_tokens: int = 0
-    """static mode: tokens that rows padded to the longest one would have had; never computed"""
+    """Static mode: tokens that rows padded to the longest one would have had; never computed."""
     num_drafts: int = 0
-    """speculation: proposals that were verified, of one or more tokens each"""
+    """Speculation: proposals that were verified, of one or more tokens each."""
     num_draft_tokens: int = 0
-    """speculation: proposed tokens"""
+    """Speculation: proposed tokens."""
     num_accepted_tokens: int = 0
-    """speculation: proposed tokens that were accepted; each of them saved a step of its sequence"""
+    """Speculation: proposed tokens that were accepted; each of them saved a step of its sequence.
+    """
     num_restarts: int = 0
-    """engines that have died"""
+    """Engines that have died."""
     num_moved: int = 0
-    """requests that went on in another engine, or in the next one of the same replica"""
+    """Requests that went on in another engine, or in the next one of the same replica."""
     num_moved_unequal: int = 0
-    """those of them that went on in an engine with another fingerprint: from there their tokens may
-    be others than they would have been"""
+    """Those of them that went on in an engine with another fingerprint: from there their tokens may
+    be others than they would have been."""
     num_accepted_at: dict[int, int] = {}
-    """speculation: accepted tokens by their place in the proposal, from 0"""
+    """Speculation: accepted tokens by their place in the proposal, from 0."""
     wait_counts: dict[int, int] = {}
-    """requests that got a first seat, by the bucket of their wait; see `types.stats_summary`"""
+    """Requests that got a first seat, by the bucket of their wait; see `types.stats_summary`."""
     num_finished: dict[FinishReason, int] = {}
-    """requests that have ended, by reason; reasons that did not occur are left out"""
+    """Requests that have ended, by reason; reasons that did not occur are left out."""
 
     def plus(self, other: EngineCounters) -> EngineCounters:
         """The sum, field by field."""
@@ -152,7 +153,7 @@ class RequestCounters(msgspec.Struct):
 
     num_requests_admitted: int = 0
     num_requests_refused: int = 0
-    """requests that found no room, or no engine"""
+    """Requests that found no room, or no engine."""
     num_requests_finished: int = 0
     num_requests_cancelled: int = 0
     num_requests_failed: int = 0

@@ -14,9 +14,9 @@ class ErrorRecord:
 
     message: str
     kind: str = EngineError.__name__
-    """the nearest class of `infer.errors`"""
+    """The nearest class of `infer.errors`."""
     param: str | None = None
-    """the field that is to blame, of a request or of the settings"""
+    """The field that is to blame, of a request or of the settings."""
     code: str | None = None
 
     @classmethod

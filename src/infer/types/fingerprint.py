@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 PROTOCOL = 1
-"""version of the records that an engine and its clients exchange"""
+"""Version of the records that an engine and its clients exchange."""
 
 
 class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
@@ -15,10 +15,10 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     a test."""
 
     model: str = ""
-    """SHA-256 of the checkpoint's config and tokenizer; engines of one fleet share it"""
+    """SHA-256 of the checkpoint's config and tokenizer; engines of one fleet share it."""
     numbers: str = ""
-    """SHA-256 of the logits of a fixed prompt, with the dtype and the versions of the kernels"""
+    """SHA-256 of the logits of a fixed prompt, with the dtype and the versions of the kernels."""
     protocol: int = PROTOCOL
-    """version of the records that the engine reads and writes"""
+    """Version of the records that the engine reads and writes."""
     world_size: int = 1
-    """devices over which the model is divided"""
+    """Devices over which the model is divided."""

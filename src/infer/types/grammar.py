@@ -13,7 +13,7 @@ from typing import Any
 
 MAX_GRAMMAR_CHARS = 64 * 1024
 _TEXT = "%text "
-"""beginning of the line with a grammar of the caller; rules are never written so"""
+"""Beginning of the line with a grammar of the caller; rules are never written so."""
 KINDS = ("json", "regex", "choice", "grammar", "calls")
 
 

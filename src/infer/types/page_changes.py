@@ -9,19 +9,19 @@ from __future__ import annotations
 import msgspec
 
 HASH_BYTES = 16
-"""bytes of the hash of a page"""
+"""Bytes of the hash of a page."""
 
 
 class PageChanges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """The changes since the report before, or a part of them if there are many."""
 
     digest: bytes
-    """exclusive or of the hashes of all indexed pages; `HASH_BYTES`"""
+    """Exclusive or of the hashes of all indexed pages; `HASH_BYTES`."""
     entered: bytes = b""
-    """hashes of pages that have been indexed, one after the other"""
+    """Hashes of pages that have been indexed, one after the other."""
     left: bytes = b""
-    """hashes of pages that can no longer be found"""
+    """Hashes of pages that can no longer be found."""
     is_reset: bool = False
-    """whether the reader begins with an empty index, to which these and later changes apply"""
+    """Whether the reader begins with an empty index, to which these and later changes apply."""
     is_complete: bool = True
-    """whether no change is left out, so that `digest` is that of the reader's index, too"""
+    """Whether no change is left out, so that `digest` is that of the reader's index, too."""

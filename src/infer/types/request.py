@@ -19,45 +19,45 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
     seed: int
-    """resolved, so that a request can be run again with the same result"""
+    """Resolved, so that a request can be run again with the same result."""
     max_tokens: int
-    """resolved, at least 1"""
+    """Resolved, at least 1."""
     eos_token_ids: tuple[int, ...] = ()
-    """tokens that end the sequence; empty with `ignore_eos`"""
+    """Tokens that end the sequence; empty with `ignore_eos`."""
     priority: int = 0
-    """lower goes first; equal ones in order of arrival. A level is worth 256 arrivals: later
-    requests overtake an earlier one at most so often, so that nobody waits for ever"""
+    """Lower goes first; equal ones in order of arrival. A level is worth 256 arrivals: later
+    requests overtake an earlier one at most so often, so that nobody waits for ever."""
     cache_scope: str = ""
-    """prefix-cache entries are shared within a scope only"""
+    """Prefix-cache entries are shared within a scope only."""
     num_public: int = 0
-    """except those of so many tokens at the beginning, which are the operator's own words"""
+    """Except those of so many tokens at the beginning, which are the operator's own words."""
     tenant: str = ""
-    """whose share of the engine it is computed from"""
+    """Whose share of the engine it is computed from."""
     conversation: str = ""
-    """what a client calls its conversation, as a hash within the tenant: a hint for routers"""
+    """What a client calls its conversation, as a hash within the tenant: a hint for routers."""
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    """`bad_words`: of each the last token is not sampled where the others have just been"""
+    """`bad_words`: of each the last token is not sampled where the others have just been."""
     shown_token_ids: tuple[int, ...] = ()
-    """special tokens that are text all the same: marks of thoughts and calls, which are read"""
+    """Special tokens that are text all the same: marks of thoughts and calls, which are read."""
     thoughts: tuple[str, str] | None = None
-    """marks around thoughts, behind which the text of the grammar begins; an empty first one: the
-    prompt has begun them"""
+    """Marks around thoughts, behind which the text of the grammar begins; an empty first one: the
+    prompt has begun them."""
     thought_end: tuple[int, ...] = ()
-    """tokens that end thoughts of `thinking_token_budget` tokens; none: nothing ends them"""
+    """Tokens that end thoughts of `thinking_token_budget` tokens; none: nothing ends them."""
     grammar_bytes: int = 0
-    """of memory that its grammar takes when it is compiled"""
+    """Of memory that its grammar takes when it is compiled."""
     output_token_ids: tuple[int, ...] = ()
-    """generated before, by an engine that has died; the output goes on behind them"""
+    """Generated before, by an engine that has died; the output goes on behind them."""
     logits_at: tuple[int, ...] = ()
-    """positions of the prompt whose logits the runner keeps in `Sequence.logits`, where callers in
-    the engine's process can read them"""
+    """Positions of the prompt whose logits the runner keeps in `Sequence.logits`, where callers in
+    the engine's process can read them."""
     prediction_token_ids: tuple[int, ...] = ()
-    """text that its caller expects; tokens are proposed from it, and none depends on it"""
+    """Text that its caller expects; tokens are proposed from it, and none depends on it."""
     num_crashes: int = 0
-    """engines that have died while they had it"""
+    """Engines that have died while they had it."""
     has_other_bits: bool = False
-    """whether `output_token_ids` are of an engine with another fingerprint, so that the tokens
-    behind them may be others than there"""
+    """Whether `output_token_ids` are of an engine with another fingerprint, so that the tokens
+    behind them may be others than there."""
 
     @property
     def is_restricted(self) -> bool:

@@ -24,13 +24,13 @@ class TextDelta(NamedTuple):
     finish_reason: FinishReason | None = None
     num_cached: int = 0
     error: ErrorRecord | None = None
-    """set with `FinishReason.ERROR`"""
+    """Set with `FinishReason.ERROR`."""
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
-    """in the first piece, if asked for"""
+    """In the first piece, if asked for."""
     num_predicted: tuple[int, int] = (0, 0)
-    """tokens of the request's prediction so far: accepted, and proposed in vain"""
+    """Tokens of the request's prediction so far: accepted, and proposed in vain."""
     stop_string: str | None = None
-    """the stop string that has ended the text, in the last piece"""
+    """The stop string that has ended the text, in the last piece."""
 
     def merge(self, later: TextDelta) -> TextDelta:
         """This piece and the one after it as one piece."""
@@ -57,11 +57,11 @@ class RequestOutput:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None = None
-    """one entry per token, if asked for"""
+    """One entry per token, if asked for."""
     num_cached: int = 0
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
-    """of the prompt's tokens from the second one on, if asked for"""
+    """Of the prompt's tokens from the second one on, if asked for."""
     num_predicted: tuple[int, int] = (0, 0)
-    """tokens of the request's prediction: accepted, and proposed in vain"""
+    """Tokens of the request's prediction: accepted, and proposed in vain."""
     stop_string: str | None = None
-    """the stop string that has ended the text"""
+    """The stop string that has ended the text."""

@@ -23,15 +23,15 @@ MAX_BAD_WORDS = 64
 MAX_PREDICTION_CHARS = 1 << 18
 MAX_TOKENS_CEILING = 2**31 - 1
 MIN_TEMPERATURE = 0.01
-"""a lower temperature is greedy"""
+"""A lower temperature is greedy."""
 DEFAULT_MAX_TOKENS = 16
 NO_LIMIT = (-1, -2)
-"""values of `max_tokens` that clients send for "no limit\""""
+"""Values of `max_tokens` that clients send for "no limit\"."""
 DEFAULTED = frozenset({
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "max_tokens", "min_tokens", "stop",
 })  # fmt: skip
-"""fields for which a checkpoint may have a default of its own"""
+"""Fields for which a checkpoint may have a default of its own."""
 
 
 class _Unset:
@@ -95,58 +95,58 @@ class Sampling:
     """
 
     temperature: float = 1.0
-    """0 = greedy; else 0.01 to 2"""
+    """0 = greedy; else 0.01 to 2."""
     top_k: int = 0
-    """number of most probable tokens that are kept; 0 or -1 = all"""
+    """Number of most probable tokens that are kept; 0 or -1 = all."""
     top_p: float = 1.0
-    """probability mass of the smallest set of most probable tokens that is kept; (0, 1]"""
+    """Probability mass of the smallest set of most probable tokens that is kept; (0, 1]."""
     min_p: float = 0.0
-    """least probability of a token that is kept, as a fraction of the highest one; 0 to 1"""
+    """Least probability of a token that is kept, as a fraction of the highest one; 0 to 1."""
     repetition_penalty: float = 1.0
-    """divisor (of a negative logit, factor) for tokens in prompt and output; (0, 10]"""
+    """Divisor (of a negative logit, factor) for tokens in prompt and output; (0, 10]."""
     presence_penalty: float = 0.0
-    """number subtracted once from the logit of a token that is in the output; -2 to 2"""
+    """Number subtracted once from the logit of a token that is in the output; -2 to 2."""
     frequency_penalty: float = 0.0
-    """number subtracted from a token's logit for each time it is in the output; -2 to 2"""
+    """Number subtracted from a token's logit for each time it is in the output; -2 to 2."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, value added to its logit, -100 to 100), in ascending order"""
+    """(token id, value added to its logit, -100 to 100), in ascending order."""
     seed: int | None = None
-    """64-bit signed; None = one is chosen from the engine's seed"""
+    """64-bit signed; None = one is chosen from the engine's seed."""
     max_tokens: int | None = DEFAULT_MAX_TOKENS
-    """most tokens that are generated; None = as many as the context has room for"""
+    """Most tokens that are generated; None = as many as the context has room for."""
     min_tokens: int = 0
-    """tokens before which no end-of-sequence or stop token is sampled and no stop string ends the
-    output"""
+    """Tokens before which no end-of-sequence or stop token is sampled and no stop string ends the
+    output."""
     stop: tuple[str, ...] = ()
-    """strings that end the output"""
+    """Strings that end the output."""
     stop_token_ids: tuple[int, ...] = ()
-    """token ids that end the output"""
+    """Token ids that end the output."""
     ignore_eos: bool = False
-    """whether the output goes on after the model's end-of-sequence tokens"""
+    """Whether the output goes on after the model's end-of-sequence tokens."""
     include_stop_str_in_output: bool = False
-    """whether the text keeps the stop string (or stop token's text) that ended it"""
+    """Whether the text keeps the stop string (or stop token's text) that ended it."""
     skip_special_tokens: bool = True
-    """whether special tokens are left out of the text"""
+    """Whether special tokens are left out of the text."""
     logprobs: int | None = None
-    """None = no log-probabilities; k = those of the sampled token and the k most probable ones"""
+    """None = no log-probabilities; k = those of the sampled token and the k most probable ones."""
     prompt_logprobs: int | None = None
-    """the same for each token of the prompt but the first; such a prompt is always computed"""
+    """The same for each token of the prompt but the first; such a prompt is always computed."""
     grammar: Grammar | None = None
-    """what the text must be; it ends when it is complete, whatever `ignore_eos` says"""
+    """What the text must be; it ends when it is complete, whatever `ignore_eos` says."""
     thinking_token_budget: int | None = None
-    """most tokens of an answer's reasoning, which then ends as the model itself ends it, where the
-    chat template has marks for it; None = no limit"""
+    """Most tokens of an answer's reasoning, which then ends as the model itself ends it, where the
+    chat template has marks for it; None = no limit."""
     allowed_token_ids: tuple[int, ...] | None = None
-    """the only token ids that are sampled; None = all"""
+    """The only token ids that are sampled; None = all."""
     bad_words: tuple[str, ...] = ()
-    """texts that are not generated, as far as they are spelled as alone"""
+    """Texts that are not generated, as far as they are spelled as alone."""
     prediction: str = ""
-    """text that is likely to be the output, or much of it; an engine that proposes tokens takes
-    them from it, and no token depends on it"""
+    """Text that is likely to be the output, or much of it; an engine that proposes tokens takes
+    them from it, and no token depends on it."""
     speculation: bool = True
-    """whether an engine that proposes tokens does so for this request; no token depends on it"""
+    """Whether an engine that proposes tokens does so for this request; no token depends on it."""
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
-    """names of those fields of `DEFAULTED` that a caller has chosen in a `SamplingParams`"""
+    """Names of those fields of `DEFAULTED` that a caller has chosen in a `SamplingParams`."""
 
     @property
     def reads_thoughts(self) -> bool:

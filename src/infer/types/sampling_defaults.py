@@ -18,7 +18,7 @@ class SamplingDefaults:
     say, and the field has its fixed default."""
 
     source: str = ""
-    """what names the values, for people; empty where nothing does"""
+    """What names the values, for people; empty where nothing does."""
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -27,11 +27,11 @@ class SamplingDefaults:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     max_tokens: int | None = None
-    """a limit that is cut where the context has less room"""
+    """A limit that is cut where the context has less room."""
     min_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     notes: tuple[str, ...] = ()
-    """sentences about what could not be used, for the log"""
+    """Sentences about what could not be used, for the log."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -63,4 +63,4 @@ class SamplingDefaults:
 
 
 NO_DEFAULTS = SamplingDefaults()
-"""those of a model that says nothing: the fixed ones"""
+"""Those of a model that says nothing: the fixed ones."""

@@ -19,7 +19,7 @@ from infer.types.engine_stats import EngineStats, RequestCounters
 
 PERCENTILES = (50, 95, 99)
 _SHORTEST_WAIT_S = 1e-4
-"""waits below this many seconds are counted as none"""
+"""Waits below this many seconds are counted as none."""
 _BUCKETS_AN_OCTAVE = 8
 
 
@@ -100,7 +100,7 @@ class ServingStats(msgspec.Struct, frozen=True):
     requests: RequestCounters
     limits: EngineLimits
     num_open: int
-    """requests that callers hold open"""
+    """Requests that callers hold open."""
 
     def summary(self) -> dict[str, str | int | float]:
         """`summary_of` the engine. Success is that of the façade, which also counts the requests

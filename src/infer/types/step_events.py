@@ -17,11 +17,11 @@ from infer.types.page_changes import PageChanges
 class _Waiting(msgspec.Struct, frozen=True, array_like=True):
     request_id: str
     num_before: int = field(name="waiting_before")
-    """requests that wait before it"""
+    """Requests that wait before it."""
     num_running: int = field(name="running")
-    """requests that have a seat"""
+    """Requests that have a seat."""
     behind: tuple[str, ...] = ()
-    """ids of the next few of those before it"""
+    """Ids of the next few of those before it."""
 
 
 class Queued(_Waiting, frozen=True, tag="queued"):
@@ -32,7 +32,7 @@ class Resumed(_Waiting, frozen=True, tag="resumed"):
     """A request waits for a seat again, because the engine that had it has died or drains."""
 
     has_other_bits: bool = field(default=False, name="tokens_may_differ")
-    """see `Request.has_other_bits`"""
+    """See `Request.has_other_bits`."""
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="admitted"):
@@ -40,11 +40,11 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="admitted"):
 
     request_id: str
     num_cached: int = field(name="cached_tokens")
-    """tokens that were found in the prefix cache"""
+    """Tokens that were found in the prefix cache."""
     num_tokens: int = field(name="of_tokens")
-    """all tokens that it has now"""
+    """All tokens that it has now."""
     batch_id: str | None = None
-    """id of the static batch that it joins (see `BatchFormed`); None in the other modes"""
+    """Id of the static batch that it joins (see `BatchFormed`); None in the other modes."""
 
 
 class ComputedChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
@@ -52,7 +52,7 @@ class ComputedChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
 
     request_id: str
     start: int = field(name="from_token")
-    """position of the first token of the part"""
+    """Position of the first token of the part."""
     num_tokens: int = field(name="tokens")
 
 
@@ -61,9 +61,9 @@ class Preempted(msgspec.Struct, frozen=True, array_like=True, tag="preempted"):
 
     request_id: str
     num_lost: int = field(name="lost_tokens")
-    """tokens that had been computed"""
+    """Tokens that had been computed."""
     needed_by: str | None = None
-    """id of the request that needed the pages or the seat"""
+    """Id of the request that needed the pages or the seat."""
 
 
 class Speculated(msgspec.Struct, frozen=True, array_like=True, tag="speculated"):
@@ -71,9 +71,9 @@ class Speculated(msgspec.Struct, frozen=True, array_like=True, tag="speculated")
 
     request_id: str
     num_proposed: int = field(name="proposed")
-    """tokens that were proposed"""
+    """Tokens that were proposed."""
     num_accepted: int = field(name="accepted")
-    """tokens of them that are part of the answer"""
+    """Tokens of them that are part of the answer."""
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True, tag="first_token"):
@@ -81,7 +81,7 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True, tag="first_token"
 
     request_id: str
     num_cached: int = field(default=0, name="cached_tokens")
-    """prompt tokens that were found in the prefix cache, also after its admission"""
+    """Prompt tokens that were found in the prefix cache, also after its admission."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
@@ -89,25 +89,25 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
 
     request_id: str
     outcome: str
-    """see `types.ends`"""
+    """See `types.ends`."""
     num_output: int = field(name="output_tokens")
-    """all its output tokens"""
+    """All its output tokens."""
 
 
 class BatchFormed(msgspec.Struct, frozen=True, array_like=True, tag="batch_formed"):
     """Static mode: a batch begins. An `Admitted` for each of its requests follows in the step."""
 
     batch_id: str
-    """id of the batch; no other batch of this engine, or of one before or after it, has it"""
+    """Id of the batch; no other batch of this engine, or of one before or after it, has it."""
     created_s: float
-    """time of its creation, on the clock of `StepEvents`"""
+    """Time of its creation, on the clock of `StepEvents`."""
     num_requests: int
     wait_s: float
-    """longest time, in seconds, that one of its requests had waited for it"""
+    """Longest time, in seconds, that one of its requests had waited for it."""
     num_prompt_tokens: int
-    """sum of the lengths of its requests, in tokens"""
+    """Sum of the lengths of its requests, in tokens."""
     num_padded_tokens: int
-    """the same sum if each request were padded to the longest one; never computed"""
+    """The same sum if each request were padded to the longest one; never computed."""
 
 
 class BatchEnded(msgspec.Struct, frozen=True, array_like=True, tag="batch_ended"):
@@ -115,17 +115,17 @@ class BatchEnded(msgspec.Struct, frozen=True, array_like=True, tag="batch_ended"
 
     batch_id: str
     num_tokens: int
-    """prompt and output tokens of its requests"""
+    """Prompt and output tokens of its requests."""
     num_padded_tokens: int
-    """the same sum if each request were padded to the longest one; never computed"""
+    """The same sum if each request were padded to the longest one; never computed."""
 
 
 RecordedEvent = Queued | Resumed | Admitted | ComputedChunk | Preempted | Speculated
-"""an event of the request that its `request_id` names, as the scheduler records it"""
+"""An event of the request that its `request_id` names, as the scheduler records it."""
 RequestEvent = RecordedEvent | FirstToken | Finished
-"""all that can happen to a request, apart from its further tokens"""
+"""All that can happen to a request, apart from its further tokens."""
 BatchEvent = BatchFormed | BatchEnded
-"""an event of the static batch that its `batch_id` names"""
+"""An event of the static batch that its `batch_id` names."""
 StepEvent = RecordedEvent | BatchEvent
 
 
@@ -133,11 +133,11 @@ class ForeignLoad(msgspec.Struct, frozen=True, array_like=True):
     """The requests of the other clients of an engine."""
 
     num_waiting: int
-    """requests without a seat"""
+    """Requests without a seat."""
     num_running: int
-    """requests with a seat"""
+    """Requests with a seat."""
     num_prompt_tokens: int
-    """prompt tokens that have to be computed before their first tokens"""
+    """Prompt tokens that have to be computed before their first tokens."""
 
 
 class StepEvents(msgspec.Struct, frozen=True, array_like=True):
@@ -145,24 +145,24 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True):
     all processes of a machine share."""
 
     number: int
-    """steps of this engine so far"""
+    """Steps of this engine so far."""
     started_s: float
     ended_s: float
     num_sequences: int
-    """sequences that were computed in the step"""
+    """Sequences that were computed in the step."""
     events: tuple[StepEvent, ...] = ()
-    """in the order in which they happened"""
+    """In the order in which they happened."""
     num_free_pages: int = 0
-    """pages that no request uses after the step; their content may still be found"""
+    """Pages that no request uses after the step; their content may still be found."""
     num_indexed_pages: int = 0
-    """pages whose content the prefix index knows after the step"""
+    """Pages whose content the prefix index knows after the step."""
     page_changes: PageChanges | None = None
-    """changes of the prefix index, where somebody follows it (`FollowPages`). An engine with
-    nothing to compute reports them in records without a sequence and without events"""
+    """Changes of the prefix index, where somebody follows it (`FollowPages`). An engine with
+    nothing to compute reports them in records without a sequence and without events."""
     foreign_load: ForeignLoad | None = None
-    """what the engine has to do for other clients, where it has several"""
+    """What the engine has to do for other clients, where it has several."""
     replica: str = ""
-    """name of the engine among those of its fleet; "" where there is one engine"""
+    """Name of the engine among those of its fleet; "" where there is one engine."""
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -15,9 +15,9 @@ class TokenLogprobs:
     """Log-probabilities at one output position, from the raw logits, natural logarithm."""
 
     logprob: float
-    """of the sampled token"""
+    """Of the sampled token."""
     top: tuple[tuple[int, float], ...] = ()
-    """(token id, log-probability) of the most probable tokens, best first"""
+    """(token id, log-probability) of the most probable tokens, best first."""
 
 
 class StepOutput(NamedTuple):
@@ -25,14 +25,14 @@ class StepOutput(NamedTuple):
 
     request_id: str
     token_id: int | None
-    """the sampled token; None if the request ended without one (abort, error)"""
+    """The sampled token; None if the request ended without one (abort, error)."""
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
     num_cached: int = 0
-    """prompt tokens that were taken from the prefix cache and not computed for this request"""
+    """Prompt tokens that were taken from the prefix cache and not computed for this request."""
     error: ErrorRecord | None = None
-    """set with `FinishReason.ERROR`"""
+    """Set with `FinishReason.ERROR`."""
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
-    """with the first token, if asked for: of the prompt's tokens from the second one on"""
+    """With the first token, if asked for: of the prompt's tokens from the second one on."""
     num_predicted: tuple[int, int] = (0, 0)
-    """tokens of the request's prediction so far: accepted, and proposed in vain"""
+    """Tokens of the request's prediction so far: accepted, and proposed in vain."""

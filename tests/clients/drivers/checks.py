@@ -20,7 +20,7 @@ from pathlib import Path
 
 URL, KEY, MODEL, TOOL_MODEL, FOLDER, LOOPS = sys.argv[1:]
 CITIES, LOOP_ANSWER = ["Ulm", "Bonn", "Jena"], "All three are sunny."
-"""of which a loop's model asks for the weather, and what it answers then"""
+"""Of which a loop's model asks for the weather, and what it answers then."""
 STORY = "Once upon a time"
 QUESTION = [{"role": "user", "content": "Tell me a story about a fox."}]
 TOO_LONG = [{"role": "user", "content": "A fox. " * 3000}]
@@ -33,7 +33,7 @@ WEATHER = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
-"""arguments that a model of any size can fill in, because a grammar leaves it little choice"""
+"""Arguments that a model of any size can fill in, because a grammar leaves it little choice."""
 
 _checks: list[dict[str, object]] = []
 

@@ -41,7 +41,7 @@ Path(FOLDER.name, "extra-openai-models.yaml").write_text("".join(entries), encod
 Path(FOLDER.name, "keys.json").write_text(json.dumps({"infer": KEY}), encoding="utf-8")
 COMMAND = str(Path(sys.executable).with_name("llm"))
 NO_END = {"1": -100, "5": -100}
-"""a bias against the tokens that end a story"""
+"""A bias against the tokens that end a story."""
 GREEDY = ["-o", "temperature", "0", "-o", "max_tokens", "16"]
 
 

@@ -75,7 +75,7 @@ class Fleets(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.aborted: set[str] = set()
         self.were_alone: set[str] = set()
-        """ids of requests that were alone when an engine died"""
+        """Ids of requests that were alone when an engine died."""
         self.num_joined = count
 
     @rule(
@@ -203,7 +203,7 @@ Fleets.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestFleets = Fleets.TestCase
-"""whatever happens in whatever order"""
+"""Whatever happens in whatever order."""
 
 
 @pytest.fixture(autouse=True)

@@ -29,12 +29,12 @@ PAGE = 4
 TURNS, TURN_TOKENS, ANSWER_TOKENS = 6, 24, 8
 LONG_TURN_TOKENS = 192
 NUM_CONVERSATIONS, NUM_HELD = 50, 17
-"""three engines whose caches hold so many each have room for all"""
+"""Three engines whose caches hold so many each have room for all."""
 CONVERSATION_PAGES = TURNS * (TURN_TOKENS + ANSWER_TOKENS) // PAGE
 
 
 LLAMA_1B_S = (48e-3, 8e-3, 20e-3)
-"""what steps cost with Llama 1B's shape in int8 within AVX2 on two cores: see docs/log.md"""
+"""What steps cost with Llama 1B's shape in int8 within AVX2 on two cores: see docs/log.md."""
 
 
 def engines(

@@ -88,10 +88,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEAD_ENGINE_S = 15.0
-"""seconds for which a new engine waits until a dead one's GPU memory is free"""
+"""Seconds for which a new engine waits until a dead one's GPU memory is free."""
 SMALL_MODEL_BYTES = 16 << 20
-"""size of the weights up to which one core is left to the server, whose work per token is then as
-large as the engine's"""
+"""Size of the weights up to which one core is left to the server, whose work per token is then as
+large as the engine's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,13 +46,13 @@ class CheckpointBlocks:
     """Weights that linear layers can hold in the blocks of their file."""
 
     kinds: tuple[str, ...]
-    """types of the blocks, most numbers first"""
+    """Types of the blocks, most numbers first."""
     read: BlockReader
-    """reads weights in blocks"""
+    """Reads weights in blocks."""
     plan: BlockReader
-    """gives their types and shapes only"""
+    """Gives their types and shapes only."""
     is_near_int4: bool
-    """whether int4 would hardly be smaller"""
+    """Whether int4 would hardly be smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +62,18 @@ class Checkpoint:
     name: str
     config: ModelConfig
     text: Callable[[], TextFiles]
-    """reads tokenizer and chat templates"""
+    """Reads tokenizer and chat templates."""
     defaults: Callable[[], SamplingDefaults]
-    """reads what it says about requests that leave out fields"""
+    """Reads what it says about requests that leave out fields."""
     source: Callable[[torch.dtype, torch.device], WeightSource]
-    """opens the weights, as tensors of a dtype on a device"""
+    """Opens the weights, as tensors of a dtype on a device."""
     blocks: CheckpointBlocks | None = None
-    """the forms in which quantised weights are kept; None: there are none"""
+    """The forms in which quantised weights are kept; None: there are none."""
     verify: Callable[[], None] = lambda: None
-    """reads the weights' files and raises `LoadError` if one has another checksum than is listed"""
+    """Reads the weights' files and raises `LoadError` if one has another checksum than is listed.
+    """
     borrowed: Callable[[torch.dtype], Model] | None = None
-    """loads the model as transformers computes it, in a dtype; None: it is one of our own"""
+    """Loads the model as transformers computes it, in a dtype; None: it is one of our own."""
 
 
 def find_checkpoint(

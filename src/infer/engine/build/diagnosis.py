@@ -28,10 +28,10 @@ FEATURES = (
     *("sse4_1", "avx2", "fma", "f16c", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16"),
     *("amx_bf16", "amx_int8", "asimd", "asimddp", "i8mm", "bf16", "sve"),
 )
-"""names of the instructions that kernels are written for, as Linux names them"""
+"""Names of the instructions that kernels are written for, as Linux names them."""
 
 BUSY_PERCENT = 25
-"""share of the last minute in which a process waited for a core that is worth an advice"""
+"""Share of the last minute in which a process waited for a core that is worth an advice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Finding:
 
     subject: str
     state: str
-    """what is there, or what will be used"""
+    """What is there, or what will be used."""
     advice: str = ""
-    """what would make an engine faster here; empty if nothing would"""
+    """What would make an engine faster here; empty if nothing would."""
 
 
 def diagnose(config: EngineConfig, root: Path = ROOT) -> list[Finding]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from infer.text.tokenizer import Tokenizer
 
 NUM_SHOWN = 3
-"""number of differing ids that a refusal names"""
+"""Number of differing ids that a refusal names."""
 
 
 def find_draft(config: EngineConfig) -> Checkpoint | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MODELS = ("SmolLM2-135M", "Gemma 3 270M")
-"""the published models whose perplexity on 4,000 tokens was measured (benchmarks/quality.py)"""
+"""The published models whose perplexity on 4,000 tokens was measured (benchmarks/quality.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,14 @@ class Measured:
 
     name: str
     perplexities: tuple[float, ...]
-    """of the first ones of `MODELS`"""
+    """Of the first ones of `MODELS`."""
     rises: tuple[float, ...] = ()
-    """by which fraction each perplexity is above that of float32; of formats that round anew"""
+    """By which fraction each perplexity is above that of float32; of formats that round anew."""
     speed: tuple[float, float] | None = None
-    """least and most of how many times as fast as bfloat16 it is, from one stream to prompts; None
-    for the formats that others are compared with"""
+    """Least and most of how many times as fast as bfloat16 it is, from one stream to prompts; None
+    for the formats that others are compared with."""
     machine: str = ""
-    """where that was measured"""
+    """Where that was measured."""
 
 
 FORMATS = (

@@ -25,9 +25,9 @@ from infer.version import VERSION
 log = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 33
-"""length of the prompt, if the engine has room for it; the last token has a step of its own"""
+"""Length of the prompt, if the engine has room for it; the last token has a step of its own."""
 POSITIONS = (0, 7, 15, 24, 31, 32)
-"""positions of the prompt whose logits are hashed, and the last one"""
+"""Positions of the prompt whose logits are hashed, and the last one."""
 
 
 def fingerprint_of(

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LARGE_HEAD = 128
-"""smallest head dimension for which an int8 cache is the default on AMX. Steps of many sequences
+"""Smallest head dimension for which an int8 cache is the default on AMX. Steps of many sequences
 then read half the bytes, and prefill's attention is a tenth slower; with a head dimension of 64 it
 is half as slow again. On vectors (no AMX) prefill is no slower with any head dimension."""
 NUMBER_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1}
-"""dtypes of weights, activations and caches, each with the size of a number in bytes"""
+"""Dtypes of weights, activations and caches, each with the size of a number in bytes."""
 
 
 def has_bfloat16(device: torch.device | Cpu) -> bool:

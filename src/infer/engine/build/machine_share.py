@@ -12,7 +12,7 @@ from infer.errors import ConfigError
 from infer.main_memory import available_bytes
 
 SETTING = "machine_share"
-"""name of the share among the settings that an engine process gets"""
+"""Name of the share among the settings that an engine process gets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class MachineShare:
     machine with several nodes stays in one of them. Each GPU belongs to one engine. No torch."""
 
     index: int
-    """number of the engine, from 0"""
+    """Number of the engine, from 0."""
     count: int
-    """number of engines"""
+    """Number of engines."""
     main_memory: int
-    """bytes of main memory for this engine, weights and cache together"""
+    """Bytes of main memory for this engine, weights and cache together."""
 
     @property
     def main_memory_of_all(self) -> int:

@@ -24,7 +24,7 @@ if sys.platform != "win32":
 log = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S = 10.0
-"""seconds for which an engine that starts waits while others plan"""
+"""Seconds for which an engine that starts waits while others plan."""
 _SUFFIX = ".engine"
 _MAX_BYTES = 1 << 16
 
@@ -34,13 +34,13 @@ class Promise:
     """What an engine may take of main memory; sizes in bytes."""
 
     promised: int
-    """its weights, its cache at its largest, and the rest of its server"""
+    """Its weights, its cache at its largest, and the rest of its server."""
     least: int
-    """the part without which it could not serve"""
+    """The part without which it could not serve."""
     held: int
-    """what it takes now"""
+    """What it takes now."""
     cpus: frozenset[int] = frozenset()
-    """processors on which it lives"""
+    """Processors on which it lives."""
 
 
 def for_newcomer(free: int, promises: Sequence[Promise]) -> tuple[int, int]:

@@ -49,18 +49,18 @@ if TYPE_CHECKING:
     import torch
 
 SHARE_OF_FREE_MEMORY = 0.8
-"""fraction of the memory left by weights and activations that the KV cache may take"""
+"""Fraction of the memory left by weights and activations that the KV cache may take."""
 LEAST_SHARE = 0.25
-"""fraction of that memory that the KV cache may take in a container that is too small for what is
-left to others"""
+"""Fraction of that memory that the KV cache may take in a container that is too small for what is
+left to others."""
 LOW_WATER_BYTES, LOW_WATER_SHARE = 64 << 20, 0.25
-"""memory that a cache takes before it forgets prefixes: bytes, or a fraction of the weights"""
+"""Memory that a cache takes before it forgets prefixes: bytes, or a fraction of the weights."""
 CPU_TOKENS_BESIDE_STREAMS = 512
-"""default limit of tokens in a step with running streams on a CPU; they wait for the step's end"""
+"""Default limit of tokens in a step with running streams on a CPU; they wait for the step's end."""
 CUDA_TOKENS_BESIDE_STREAMS = 2048
-"""default limit of tokens in a step with running streams on a GPU"""
+"""Default limit of tokens in a step with running streams on a GPU."""
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 131_072)
-"""sequence lengths, in tokens, for which a plan says how many fit"""
+"""Sequence lengths, in tokens, for which a plan says how many fit."""
 
 _NO_SERVER = ServerMemory(0)
 
@@ -77,7 +77,7 @@ class DraftPlan:
     kv_bytes_per_token: int
     page_size: int
     num_pages: int
-    """number of pages, page 0 not counted; they hold as many tokens as the model's"""
+    """Number of pages, page 0 not counted; they hold as many tokens as the model's."""
     max_seq_len: int
 
     @property
@@ -100,9 +100,9 @@ class MemoryPlan:
     device: str
     dtype: str
     products: str
-    """how linear layers multiply on this machine, and why; empty on a GPU"""
+    """How linear layers multiply on this machine, and why; empty on a GPU."""
     positions: str
-    """what RoPE chose by the context's length; empty: nothing"""
+    """What RoPE chose by the context's length; empty: nothing."""
     num_parameters: int
     weight_bytes: int
     activation_bytes: int
@@ -112,19 +112,19 @@ class MemoryPlan:
     kv_bytes: int
     page_size: int
     num_pages: int
-    """number of pages, page 0 not counted"""
+    """Number of pages, page 0 not counted."""
     max_seq_len: int
     max_batch_size: int
     max_num_batched_tokens: int
     fits: bool
     field: str
-    """the setting to change if the plan does not fit"""
+    """The setting to change if the plan does not fit."""
     advice: str
-    """what would fit if the plan does not, for the user; else empty"""
+    """What would fit if the plan does not, for the user; else empty."""
     draft: DraftPlan | None = None
-    """draft model of speculation; None: there is none"""
+    """Draft model of speculation; None: there is none."""
     server: ServerMemory = _NO_SERVER
-    """the memory of the server and what its processes need, where it is planned for one"""
+    """The memory of the server and what its processes need, where it is planned for one."""
 
     @property
     def processes(self) -> tuple[ProcessNeed, ...]:

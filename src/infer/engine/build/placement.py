@@ -17,7 +17,7 @@ from infer.main_memory import available_on_node
 log = logging.getLogger(__name__)
 
 PINNED_FROM = 8
-"""number of threads from which each of them has a core"""
+"""Number of threads from which each of them has a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Placement:
     """
 
     num_threads: int
-    """threads that compute a step"""
+    """Threads that compute a step."""
     cores: tuple[Core, ...] = ()
-    """cores that they use; (): wherever the system puts them"""
+    """Cores that they use; (): wherever the system puts them."""
     slow: tuple[Core, ...] = ()
-    """efficiency cores whose threads take part in prompts"""
+    """Efficiency cores whose threads take part in prompts."""
 
     @property
     def is_pinned(self) -> bool:

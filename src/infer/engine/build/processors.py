@@ -27,7 +27,7 @@ from typing import Literal
 from infer.control_groups import ROOT, cpu_quota, text_of_file
 
 Numa = Literal["auto", "one", "all"]
-"""which NUMA nodes an engine uses: those of one socket, one, all"""
+"""Which NUMA nodes an engine uses: those of one socket, one, all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,13 @@ class Core:
     """A physical core."""
 
     cpus: tuple[int, ...]
-    """numbers of its hyper-threads that this process may use"""
+    """Numbers of its hyper-threads that this process may use."""
     node: int = 0
-    """number of its NUMA node"""
+    """Number of its NUMA node."""
     socket: int = 0
-    """number of its package"""
+    """Number of its package."""
     is_efficient: bool = False
-    """whether it is an efficiency core of a CPU that has performance cores, too"""
+    """Whether it is an efficiency core of a CPU that has performance cores, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class Processors:
     """What a process may use of the machine's processors."""
 
     cores: tuple[Core, ...]
-    """physical cores; empty if the operating system does not say which there are"""
+    """Physical cores; empty if the operating system does not say which there are."""
     num_others: int = 0
-    """number of cores where `cores` is empty: an estimate"""
+    """Number of cores where `cores` is empty: an estimate."""
     quota: float | None = None
-    """CPU time per second that the control groups allow, in seconds; None if unlimited"""
+    """CPU time per second that the control groups allow, in seconds; None if unlimited."""
 
     @property
     def nodes(self) -> tuple[int, ...]:

@@ -33,11 +33,11 @@ from infer.runner.sampler import sample
 log = logging.getLogger(__name__)
 
 SHARE_AFTER_FULL_STEP = 0.92
-"""fraction of the GPU memory left free by a full step that the KV cache takes"""
+"""Fraction of the GPU memory left free by a full step that the KV cache takes."""
 REHEARSED_STREAMS = (1, 2, 8, 16, 32, 64)
-"""numbers of decoding sequences that need different kernels; all seats are rehearsed, too"""
+"""Numbers of decoding sequences that need different kernels; all seats are rehearsed, too."""
 REHEARSED_PROMPTS = (2, 20, 160)
-"""numbers of tokens of a prompt that need different kernels"""
+"""Numbers of tokens of a prompt that need different kernels."""
 
 
 class RunnerFactory:

@@ -17,14 +17,14 @@ from infer.main_memory import available_bytes, proc_bytes
 
 _MIB = 1 << 20
 STANDBY_ABOVE = 2 << 30
-"""bytes of available main memory from which on `replicas.standby` has one"""
+"""Bytes of available main memory from which on `replicas.standby` has one."""
 NUM_FRONTS = "num_fronts"
-"""name of the number of processes that answer HTTP, where it is not 1, among the settings that an
-engine process gets"""
+"""Name of the number of processes that answer HTTP, where it is not 1, among the settings that an
+engine process gets."""
 ENGINE_NAME, FRONT_NAME = "infer-engine", "infer-front"
-"""names by which the system knows an engine process, and one of several that answer HTTP"""
+"""Names by which the system knows an engine process, and one of several that answer HTTP."""
 KEPT_BYTES, KEPT_SHARE = 300 * _MIB, 0.1
-"""what stays free for other processes in a container: bytes, and a fraction of its limit"""
+"""What stays free for other processes in a container: bytes, and a fraction of its limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,15 @@ class ServerMemory:
     """The memory of one engine of a server; sizes in bytes."""
 
     free: int
-    """main memory that is free for the engine and its part of the server's other processes, what
-    they hold already included"""
+    """Main memory that is free for the engine and its part of the server's other processes, what
+    they hold already included."""
     processes: tuple[ProcessNeed, ...] = ()
-    """the engine's part of what the processes hold beside the model"""
+    """The engine's part of what the processes hold beside the model."""
     kept: int = 0
-    """what stays free for other processes in a container, the server's own ones included; 0 outside
-    of containers"""
+    """What stays free for other processes in a container, the server's own ones included; 0 outside
+    of containers."""
     promised: int = 0
-    """what other engines of this machine may still take, which is not in `free`"""
+    """What other engines of this machine may still take, which is not in `free`."""
 
     @property
     def process_bytes(self) -> int:

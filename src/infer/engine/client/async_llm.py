@@ -42,9 +42,9 @@ from infer.types.step_events import StepEvents
 log = logging.getLogger(__name__)
 
 MAX_MESSAGES_A_TURN = 8
-"""maximum number of engine steps that the event loop reads before it runs other tasks"""
+"""Maximum number of engine steps that the event loop reads before it runs other tasks."""
 _CHECK_INTERVAL_S = 0.1
-"""minimum seconds between two checks of all mailboxes, of which there may be thousands"""
+"""Minimum seconds between two checks of all mailboxes, of which there may be thousands."""
 
 
 class RequestStream:
@@ -146,34 +146,34 @@ class AsyncLLM:
         self._observer: Observer | None = None
         self.tokenizer = input_processor.tokenizer
         self.make_request = input_processor.make_request
-        """see `InputProcessor.make_request`"""
+        """See `InputProcessor.make_request`."""
         self.another_choice = input_processor.another_choice
-        """see `InputProcessor.another_choice`"""
+        """See `InputProcessor.another_choice`."""
         self.check_sampling = input_processor.checking
-        """see `InputProcessor.checking`"""
+        """See `InputProcessor.checking`."""
         self.sampling_defaults = input_processor.defaults
-        """what requests get where they leave out fields"""
+        """What requests get where they leave out fields."""
         self.max_seq_len = input_processor.limits.max_seq_len
-        """maximum length of prompt and output together, in tokens"""
+        """Maximum length of prompt and output together, in tokens."""
         self.vocab_size = input_processor.limits.vocab_size
-        """number of token ids"""
+        """Number of token ids."""
         self.num_seats = input_processor.limits.num_seats
-        """maximum number of requests in the batch"""
+        """Maximum number of requests in the batch."""
         self.max_waiting = input_processor.limits.max_waiting_requests
-        """maximum number of requests beside these"""
+        """Maximum number of requests beside these."""
         self.batching_mode = input_processor.limits.batching_mode
         self.page_size = input_processor.limits.page_size
-        """tokens in a page of the KV cache"""
+        """Tokens in a page of the KV cache."""
         self.weights = input_processor.limits.weights
         self.weight_bytes = input_processor.limits.weight_bytes
-        """see `EngineLimits`, as the one before"""
+        """See `EngineLimits`, as the one before."""
         self.engine_client = worker
-        """the engine: a thread or a process"""
+        """The engine: a thread or a process."""
         self._input_processor = input_processor
         self._mailbox_limits = mailbox_limits or MailboxLimits()
         self._mailboxes: dict[str, Mailbox] = {}
         self._messages: deque[Callable[[], None]] = deque()
-        """messages from the engine's thread that the event loop has not handled, in order"""
+        """Messages from the engine's thread that the event loop has not handled, in order."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._draining = False

@@ -20,7 +20,7 @@ from infer.types.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 log = logging.getLogger(__name__)
 
 _MAX_SHRINKING = 4
-"""largest factor by which a tokenizer's normalisation may shorten a text"""
+"""Largest factor by which a tokenizer's normalisation may shorten a text."""
 
 
 def log_defaults(model_name: str, defaults: SamplingDefaults) -> None:
@@ -44,13 +44,13 @@ class CheckedSampling:
 
     sampling: Sampling
     bad_token_ids: tuple[tuple[int, ...], ...]
-    """token sequences that must not be generated, from `bad_words`"""
+    """Token sequences that must not be generated, from `bad_words`."""
     grammar_bytes: int = 0
-    """approximate bytes of the compiled grammar"""
+    """Approximate bytes of the compiled grammar."""
     prediction_token_ids: tuple[int, ...] = ()
-    """tokens of `prediction`, as many as a sequence may have"""
+    """Tokens of `prediction`, as many as a sequence may have."""
     defaulted: frozenset[str] = frozenset()
-    """fields that have a default of the checkpoint, which refuses nothing"""
+    """Fields that have a default of the checkpoint, which refuses nothing."""
 
 
 class InputProcessor:

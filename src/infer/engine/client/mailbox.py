@@ -18,22 +18,22 @@ class MailboxLimits:
     """What may wait for slow readers."""
 
     max_bytes: int = 256 * 1024
-    """approximate bytes that may wait for one reader after merging; beyond it the request is
-    cancelled"""
+    """Approximate bytes that may wait for one reader after merging; beyond it the request is
+    cancelled."""
     max_bytes_in_all: int = 256 * 1024 * 1024
-    """approximate bytes that may wait for all readers together; beyond it the requests with most
-    are cancelled and their pieces dropped"""
+    """Approximate bytes that may wait for all readers together; beyond it the requests with most
+    are cancelled and their pieces dropped."""
 
 
 class OpenRequest(NamedTuple):
     """What waits for the reader of one request."""
 
     num_unread_bytes: int
-    """approximate bytes that wait because the reader is slow"""
+    """Approximate bytes that wait because the reader is slow."""
     num_unread_tokens: int
-    """tokens in the pieces that wait"""
+    """Tokens in the pieces that wait."""
     finish_reason: FinishReason | None
-    """how the request has ended; None while it runs"""
+    """How the request has ended; None while it runs."""
 
 
 class Mailbox:
@@ -45,14 +45,14 @@ class Mailbox:
     ) -> None:
         """`merge`: a slow reader gets one merged piece instead of several."""
         self.processor = processor
-        """turns the request's tokens into text"""
+        """Turns the request's tokens into text."""
         self.is_cancelled = False
-        """whether the server has cancelled the request"""
+        """Whether the server has cancelled the request."""
         self._merge = merge
         self._limits = limits or MailboxLimits()
         self._pieces: list[TextDelta] = []
         self.num_bytes = 0
-        """approximate bytes of the pieces that wait because the reader is slow"""
+        """Approximate bytes of the pieces that wait because the reader is slow."""
         self._reader: asyncio.Future[None] | None = None
 
     def snapshot(self) -> OpenRequest:

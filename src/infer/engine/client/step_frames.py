@@ -43,34 +43,34 @@ from infer.types.step_events import (
 )
 
 VERSION = 2
-"""version of the format"""
+"""Version of the format."""
 MAX_STEPS = 256
-"""maximum number of rows in a frame"""
+"""Maximum number of rows in a frame."""
 MAX_EVENTS = 128
-"""maximum number of events in a frame"""
+"""Maximum number of events in a frame."""
 MAX_FOLLOWED = 2000
-"""maximum number of waiting requests that are followed; others are followed once they are
-admitted"""
+"""Maximum number of waiting requests that are followed; others are followed once they are
+admitted."""
 GAP_BOUNDS_MS = (1, 2.5, 5, 10, 25, 50, 75, 100, 150, 200, 300, 500, 1000, 2500)
-"""upper bounds of the classes by which gaps between two tokens are counted; a last class has those
-above"""
+"""Upper bounds of the classes by which gaps between two tokens are counted; a last class has those
+above."""
 
 
 class RequestFacts(NamedTuple):
     """What does not change about a request."""
 
     name: str
-    """id of the answer to which it belongs"""
+    """Id of the answer to which it belongs."""
     choice: int
-    """index of it among the choices of that answer"""
+    """Index of it among the choices of that answer."""
     owner: str
-    """id of the key that sent it; empty without keys"""
+    """Id of the key that sent it; empty without keys."""
     num_prompt: int
-    """tokens of its prompt"""
+    """Tokens of its prompt."""
     max_tokens: int
-    """maximum number of output tokens"""
+    """Maximum number of output tokens."""
     received_s: float
-    """time of arrival, on the monotonic clock"""
+    """Time of arrival, on the monotonic clock."""
 
 
 @dataclass(slots=True, eq=False)
@@ -85,21 +85,21 @@ class StepRow(NamedTuple):
     """One step, or several neighbours of one engine."""
 
     num_steps: int
-    """number of steps; more than 1 where rows were merged"""
+    """Number of steps; more than 1 where rows were merged."""
     started_s: float
     ended_s: float
     num_sequences: int
-    """sequences computed; a sum over the steps"""
+    """Sequences computed; a sum over the steps."""
     num_prompt_tokens: int
-    """prompt tokens computed; a sum over the steps"""
+    """Prompt tokens computed; a sum over the steps."""
     num_free_pages: int
-    """of the engine, after the last of the steps"""
+    """Of the engine, after the last of the steps."""
     num_indexed_pages: int
-    """of the engine, after the last of the steps"""
+    """Of the engine, after the last of the steps."""
     replica: str = ""
-    """name of the engine, where there are several"""
+    """Name of the engine, where there are several."""
     number: int = 0
-    """number of the last of the steps at its engine"""
+    """Number of the last of the steps at its engine."""
 
     def merged(self, other: StepRow) -> StepRow:
         """One row for this one and the next of the same engine."""
@@ -137,7 +137,7 @@ class FrameEvent(NamedTuple):
     request: FollowedRequest
     at_s: float
     more: dict[str, Any]
-    """what is known beside the event"""
+    """What is known beside the event."""
 
 
 @dataclass(slots=True)
@@ -163,23 +163,23 @@ class Frame:
     """What happened since the frame before."""
 
     number: int = 0
-    """number of the step before the first row"""
+    """Number of the step before the first row."""
     rows: list[StepRow] = field(default_factory=list)
     events: list[FrameEvent] = field(default_factory=list)
     batches: list[tuple[BatchEvent, float]] = field(default_factory=list)
-    """what happened to static batches, and when"""
+    """What happened to static batches, and when."""
     tokens: dict[FollowedRequest, int] = field(default_factory=dict)
-    """output tokens since the frame before"""
+    """Output tokens since the frame before."""
     gaps: list[int] = field(default_factory=lambda: [0] * (len(GAP_BOUNDS_MS) + 1))
-    """gaps between two tokens of one request, counted by class"""
+    """Gaps between two tokens of one request, counted by class."""
     restarted_s: float | None = None
-    """time at which it was known that the engine had died; the frame's steps are those of the next
-    engine"""
+    """Time at which it was known that the engine had died; the frame's steps are those of the next
+    engine."""
     left_out: LeftOut = field(default_factory=LeftOut)
     requests: list[FollowedRequest] | None = None
-    """all unfinished requests after the frame, where a viewer cannot know them"""
+    """All unfinished requests after the frame, where a viewer cannot know them."""
     gauges: dict[str, Any] | None = None
-    """gauges of the engine, where they have changed"""
+    """Gauges of the engine, where they have changed."""
 
     @property
     def is_empty(self) -> bool:
@@ -214,7 +214,7 @@ class FrameBuilder:
         self._last_number: int | None = None
         self._frame = Frame()
         self._closed: list[Frame] = []
-        """frames that a restart has ended"""
+        """Frames that a restart has ended."""
 
     def follow(self, request_id: str) -> None:
         """Tell of a request that has been there before."""
@@ -354,7 +354,7 @@ class FrameWriter:
         self._zero_s = zero_s
         self._may_know = may_know
         self._numbers: dict[str, int] = {}
-        """the engine's id of each request that is told → its number"""
+        """The engine's id of each request that is told → its number."""
         self._num_given = 0
 
     def fields(self, frame: Frame, now_s: float) -> dict[str, Any]:

@@ -30,7 +30,7 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""kind of a block → the type of its deltas, and the member that has what is new"""
+"""Kind of a block → the type of its deltas, and the member that has what is new."""
 
 
 def _event(fields: dict[str, Any]) -> bytes:
@@ -56,7 +56,7 @@ class MessagesAnswer:
         self._num_calls = 0
         self._num_blocks = 0
         self._open = ""
-        """kind of the block that is open in the stream; "" where none is"""
+        """Kind of the block that is open in the stream; "" where none is."""
         self._ended: tuple[str | None, str | None] = (None, None)
 
     @property

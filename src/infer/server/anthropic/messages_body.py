@@ -33,18 +33,18 @@ from infer.server.openai.to_engine import in_callers_names
 from infer.text.tools.call import BREAK
 
 BETWEEN = BREAK
-"""what stands between text blocks of one message"""
+"""What stands between text blocks of one message."""
 BILLING = "x-anthropic-billing-header:"
-"""beginning of a system block that one client sends for its own service; it changes with each
-conversation and says nothing to a model"""
+"""Beginning of a system block that one client sends for its own service; it changes with each
+conversation and says nothing to a model."""
 _REPLACED = {
     "image": content_parts.IMAGE,
     "container_upload": content_parts.FILE,
 }
-"""kinds of blocks that are no text → the text in their place"""
+"""Kinds of blocks that are no text → the text in their place."""
 _NO_DOCUMENT = "[document: this server reads text only]"
 _HIDDEN = frozenset(("redacted_thinking", "server_tool_use", "mcp_tool_use", "fallback"))
-"""kinds of blocks that are left out and named"""
+"""Kinds of blocks that are left out and named."""
 
 
 def _blocks(value: Any, path: str) -> list[Object]:
@@ -247,7 +247,7 @@ _THINKING = {
     "adaptive": "adaptive",
     "between_tools": "disabled",
 }
-"""`thinking.type` → the type of a chat; notes between calls are no thoughts but text here"""
+"""`thinking.type` → the type of a chat; notes between calls are no thoughts but text here."""
 
 
 def _thinking(value: Any) -> Object:
@@ -288,7 +288,7 @@ _NO_EFFECT: ignored_fields.IgnoredValues = {
     **dict.fromkeys(("user_profile_id", "workspace_id"), (str,)),
     "betas": (list,),
 }
-"""fields that Anthropic's clients send and that change nothing here"""
+"""Fields that Anthropic's clients send and that change nothing here."""
 _BLOCKS = str | list[Object]
 CHATS_NAMES = {
     "stop": "stop_sequences",
@@ -296,7 +296,7 @@ CHATS_NAMES = {
     "reasoning_effort": "output_config.effort",
     "thinking_token_budget": "thinking.budget_tokens",
 }
-"""names of a chat's fields in an error → the client's"""
+"""Names of a chat's fields in an error → the client's."""
 
 
 def _thread(value: Any) -> None:

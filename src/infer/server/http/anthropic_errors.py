@@ -11,11 +11,11 @@ from collections.abc import Container
 from typing import Any
 
 OVERLOADED = 529
-"""Anthropic's status of a server without room"""
+"""Anthropic's status of a server without room."""
 NO_THREADS = "thread_unsupported_request"
-"""code of the error that makes Anthropic's clients keep the conversation themselves"""
+"""Code of the error that makes Anthropic's clients keep the conversation themselves."""
 VERSION = "anthropic-version"
-"""header of all requests of Anthropic's clients"""
+"""Header of all requests of Anthropic's clients."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -27,7 +27,7 @@ _TYPES = {
     504: "timeout_error",
     OVERLOADED: "overloaded_error",
 }
-"""status → type of an error"""
+"""Status → type of an error."""
 
 
 def is_anthropic(path: str, headers: Container[str] = ()) -> bool:

@@ -10,14 +10,14 @@ from infer.errors import OverloadedError
 from infer.server.http.error_responses import too_many
 
 UNCOUNTED_BYTES = 8 * 1024
-"""first bytes of each body that are not counted"""
+"""First bytes of each body that are not counted."""
 MAX_BYTES = 36 * 1024 * 1024
-"""counted bytes of all bodies: 64 MiB, less the uncounted bytes of 1,024 connections and the
-protocol's buffers for each of them (a piece being parsed, a parsed one, and their copies)"""
+"""Counted bytes of all bodies: 64 MiB, less the uncounted bytes of 1,024 connections and the
+protocol's buffers for each of them (a piece being parsed, a parsed one, and their copies)."""
 MAX_BYTES_OF_KEY = 18 * 1024 * 1024
-"""counted bytes of the bodies of one key"""
+"""Counted bytes of the bodies of one key."""
 OWN_BYTES = 256 * 1024
-"""counted bytes that a key may have when all are used"""
+"""Counted bytes that a key may have when all are used."""
 
 
 class BodyBudget:
@@ -30,7 +30,7 @@ class BodyBudget:
         self._max_bytes = max_bytes
         self._uncounted_bytes = uncounted_bytes
         self._held: Counter[str] = Counter()
-        """counted bytes of the bodies that are being read, by owner"""
+        """Counted bytes of the bodies that are being read, by owner."""
 
     @property
     def num_bytes(self) -> int:

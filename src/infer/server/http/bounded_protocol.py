@@ -30,25 +30,25 @@ from infer.server.http.paths import canonical_path
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 READ_BYTES = 8 * 1024
-"""bytes per read: few, so that many bodies neither block the event loop for long nor fill the
-memory before they are counted (asyncio reads 256 KiB)"""
+"""Bytes per read: few, so that many bodies neither block the event loop for long nor fill the
+memory before they are counted (asyncio reads 256 KiB)."""
 _DISCARD_BYTES = 64 * 1024
-"""bytes per read of data that is discarded"""
+"""Bytes per read of data that is discarded."""
 EVENTS_A_TURN = 64
-"""requests and chunks of one connection that one iteration of the event loop parses; each takes
-10 µs, and 1,300 of 6 bytes fit into `READ_BYTES`"""
+"""Requests and chunks of one connection that one iteration of the event loop parses; each takes
+10 µs, and 1,300 of 6 bytes fit into `READ_BYTES`."""
 MAX_FRAMING_BYTES = 4096
-"""bytes by which a chunked body's framing may exceed twice its content's length"""
+"""Bytes by which a chunked body's framing may exceed twice its content's length."""
 MAX_EMPTY_LINES = 8
-"""empty lines before a request line that are skipped; clients of old send one after a body"""
+"""Empty lines before a request line that are skipped; clients of old send one after a body."""
 REFUSED_S = 1.0
-"""seconds for which a refused connection may send the rest of its request and read the answer"""
+"""Seconds for which a refused connection may send the rest of its request and read the answer."""
 LINGER_BYTES = 4 * 1024 * 1024
-"""bytes of such a body after which nothing more is read"""
+"""Bytes of such a body after which nothing more is read."""
 POLL_CLIENT_S = 0.05
-"""interval in seconds at which a half-closed connection is checked for a client that is gone"""
+"""Interval in seconds at which a half-closed connection is checked for a client that is gone."""
 PROBE_CLIENT_S = 5.0
-"""interval in seconds at which data is sent to it, so that a client that is gone resets it"""
+"""Interval in seconds at which data is sent to it, so that a client that is gone resets it."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _ESTABLISHED, _CLOSE_WAIT = 1, 8  # states in Linux's `tcp_info`
 
@@ -62,7 +62,7 @@ class BoundedConnection(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
         self.is_behind = False
-        """whether the limit of this turn was reached, so that data may be left to parse"""
+        """Whether the limit of this turn was reached, so that data may be left to parse."""
         self._num_events = 0
         self._num_received = 0
         self._num_payload = 0

@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("infer.server")
 
 KEY = "infer.connections"
-"""key of the server's `Connections` in an ASGI scope"""
+"""Key of the server's `Connections` in an ASGI scope."""
 PROBE_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-"""paths that are answered when all places are in use"""
+"""Paths that are answered when all places are in use."""
 ACCEPTED_AT_ONCE = 16
-"""connections that the event loop accepts in one iteration, before any of them is counted"""
+"""Connections that the event loop accepts in one iteration, before any of them is counted."""
 SILENT_S = 1.0
-"""seconds without complete headers after which a connection may be closed for a new one"""
+"""Seconds without complete headers after which a connection may be closed for a new one."""
 SILENT_PROBE_S = 0.1
-"""the same for the places for probes, whose clients send at once"""
+"""The same for the places for probes, whose clients send at once."""
 _TURNS_UNTIL_CLOSED = 4
-"""event loop iterations from `accept` to the closed descriptor of a connection refused at once"""
+"""Event loop iterations from `accept` to the closed descriptor of a connection refused at once."""
 _RESERVED_DESCRIPTORS = 16
-"""file descriptors kept free for another engine process, the sessions and the file of keys"""
+"""File descriptors kept free for another engine process, the sessions and the file of keys."""
 _LOG_EVERY_S = 1.0
-"""minimum seconds between two log lines for one reason; the later line counts those in between"""
+"""Minimum seconds between two log lines for one reason; the later line counts those in between."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class ConnectionLimits:
     """Numbers of connections that may be open."""
 
     places: int = DEFAULT_CONNECTIONS
-    """connections of any kind"""
+    """Connections of any kind."""
     probe_places: int = SERVER_LIMITS.probe_connections
-    """additional connections, for health probes"""
+    """Additional connections, for health probes."""
     accepted_at_once: int = ACCEPTED_AT_ONCE
-    """connections accepted in one iteration of the event loop (the listening socket's backlog)"""
+    """Connections accepted in one iteration of the event loop (the listening socket's backlog)."""
 
 
 class Descriptors:
@@ -122,15 +122,15 @@ class Use(enum.Enum):
     """State of a connection; connections are closed for others in the order of the members."""
 
     REFUSED = enum.auto()
-    """its last answer was sent; it stays open for a while so that the client can read it"""
+    """Its last answer was sent; it stays open for a while so that the client can read it."""
     IDLE = enum.auto()
-    """kept alive; nothing was received since the last answer"""
+    """Kept alive; nothing was received since the last answer."""
     HANDSHAKE = enum.auto()
-    """TLS: the handshake is not finished"""
+    """TLS: the handshake is not finished."""
     HEAD = enum.auto()
-    """waiting for a request line and headers, or reading them"""
+    """Waiting for a request line and headers, or reading them."""
     REQUEST = enum.auto()
-    """reading or answering a request"""
+    """Reading or answering a request."""
 
 
 class Connection(Protocol):

@@ -16,7 +16,7 @@ from starlette.types import Scope
 from infer.server.http.request_head import HARMLESS
 
 KEY = "infer.request_context"
-"""key of the context in an ASGI scope"""
+"""Key of the context in an ASGI scope."""
 
 
 def bare_id(name: str) -> str:
@@ -38,33 +38,33 @@ class RequestContext:
     method: str = ""
     path: str = ""
     id: str = field(default_factory=_new_id)
-    """random id of the request: 128 bits in hexadecimal"""
+    """Random id of the request: 128 bits in hexadecimal."""
     client_id: str | None = None
-    """the client's `x-request-id`; it is echoed and shown, and never used as a key"""
+    """The client's `x-request-id`; it is echoed and shown, and never used as a key."""
     client: str | None = None
-    """address and port of the client; None if it has none (a Unix socket)"""
+    """Address and port of the client; None if it has none (a Unix socket)."""
     received_s: float = field(default_factory=time.monotonic)
-    """time of arrival in seconds, on the monotonic clock"""
+    """Time of arrival in seconds, on the monotonic clock."""
     received_at: float = field(default_factory=time.time)
-    """time of arrival in seconds since the epoch"""
+    """Time of arrival in seconds since the epoch."""
     traceparent: str | None = None
-    """the caller's span, as the header `traceparent` has it"""
+    """The caller's span, as the header `traceparent` has it."""
     key_name: str = ""
-    """name of the API key; empty without keys"""
+    """Name of the API key; empty without keys."""
     tenant: object = None
-    """the `Tenant` of the request; set by `AuthMiddleware`"""
+    """The `Tenant` of the request; set by `AuthMiddleware`."""
     model: str = ""
-    """name of the model that the request is for; empty while that is not known"""
+    """Name of the model that the request is for; empty while that is not known."""
     headers: list[tuple[str, str]] = field(default_factory=list)
-    """headers to add to the answer"""
+    """Headers to add to the answer."""
     status: int = 0
-    """HTTP status of the answer; 0 before there is one"""
+    """HTTP status of the answer; 0 before there is one."""
     trace_summary: dict[str, Any] = field(default_factory=dict)
-    """summary of the request's trace for the log; empty before the trace has ended"""
+    """Summary of the request's trace for the log; empty before the trace has ended."""
     on_revoked: Callable[[], object] | None = None
-    """ends the running work of the request; called when its key has been revoked"""
+    """Ends the running work of the request; called when its key has been revoked."""
     cleanup: ExitStack = field(default_factory=ExitStack)
-    """callbacks that release what the request holds; run when it has ended"""
+    """Callbacks that release what the request holds; run when it has ended."""
 
     @classmethod
     def of(cls, scope: Scope, id_prefix: str = "") -> RequestContext:

@@ -16,7 +16,7 @@ _SHOWN_HEADERS = (
     *("x-request-id", "request-id", "retry-after"),
     *("x-warning", "x-ignored-params", "x-truncated-messages"),
 )
-"""headers of an answer that pages may read, in addition to those that browsers always show"""
+"""Headers of an answer that pages may read, in addition to those that browsers always show."""
 
 
 class AllowedOrigins(CORSMiddleware):

@@ -36,8 +36,8 @@ from infer.server.http.paths import nearest_path, path_of
 log = logging.getLogger("infer.server")
 
 IGNORED = "infer.ignored"
-"""key, in an ASGI scope, of the list of names of the request's fields that were ignored; None in
-its place where unknown fields are refused"""
+"""Key, in an ASGI scope, of the list of names of the request's fields that were ignored; None in
+its place where unknown fields are refused."""
 _ABSENT = {
     "/embeddings": "embeddings",
     "/images/generations": "images",
@@ -46,16 +46,16 @@ _ABSENT = {
     "/moderations": "moderations",
     "/rerank": "reranking",
 }
-"""ends of paths that clients try and that do not exist here, with their names in the error"""
+"""Ends of paths that clients try and that do not exist here, with their names in the error."""
 _ROUTER = {
     404: "there is no such route: this server completes texts and chats, at /v1/completions and"
     " /v1/chat/completions; see / for all routes",
     405: "this route does not allow this method; see the Allow header",
 }
 _IGNORED_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""name of an ignored field that may stand in a header; any other may be an attempt at injection"""
+"""Name of an ignored field that may stand in a header; any other may be an attempt at injection."""
 _MAX_IGNORED_BYTES = 1024
-"""maximum size of the header that lists ignored fields; proxies allow 4 KiB for all headers"""
+"""Maximum size of the header that lists ignored fields; proxies allow 4 KiB for all headers."""
 Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 

@@ -12,7 +12,7 @@ from infer.server.http.paths import canonical_path
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+?)\.?(?::[0-9]{1,5})?", re.ASCII)
 _MAX_SHOWN = 64
 _FOREIGN = ("cross-site", "same-site")
-"""values of Sec-Fetch-Site for requests of other origins' pages"""
+"""Values of Sec-Fetch-Site for requests of other origins' pages."""
 
 
 def _opens_page(method: str, path: str, headers: Mapping[str, str]) -> bool:

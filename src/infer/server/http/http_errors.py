@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from infer.errors import EngineError, OverloadedError, RequestError
 
 DEAD_RETRY_AFTER_S = 5
-"""seconds in `Retry-After` of a 503 whose exception has no time of its own"""
+"""Seconds in `Retry-After` of a 503 whose exception has no time of its own."""
 MAX_HEADER_BYTES = 16 * 1024
-"""maximum bytes of request line and headers together"""
+"""Maximum bytes of request line and headers together."""
 _UNEXPECTED = "the server failed to process this request"
 
 
@@ -53,9 +53,9 @@ class ErrorAnswer(NamedTuple):
 
     status: int
     headers: dict[str, str]
-    """besides those that every answer has"""
+    """Besides those that every answer has."""
     body: bytes
-    """JSON, one line of ASCII"""
+    """JSON, one line of ASCII."""
 
 
 def error_body(

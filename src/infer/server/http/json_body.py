@@ -26,19 +26,19 @@ from infer.server.http.error_responses import HttpError
 
 MAX_BODY_BYTES = 2 * 1024 * 1024
 _BLOCK_BYTES = 16 * 1024
-"""size of the blocks in which a body is collected"""
+"""Size of the blocks in which a body is collected."""
 MAX_JSON_DEPTH = 64
-"""maximum nesting of objects and arrays"""
+"""Maximum nesting of objects and arrays."""
 MAX_JSON_CONTAINERS = 50_000
-"""maximum number of objects and arrays in a body; bounds how long the parser blocks the event
-loop"""
+"""Maximum number of objects and arrays in a body; bounds how long the parser blocks the event
+loop."""
 MAX_JSON_VALUES = 500_000
-"""maximum number of values in a body, for the same reason; the longest contexts have 131,072 token
-ids"""
+"""Maximum number of values in a body, for the same reason; the longest contexts have 131,072 token
+ids."""
 MAX_INTEGER_DIGITS = 20
-"""maximum digits of an integer: 2**64 has 20, and no field takes a longer one"""
+"""Maximum digits of an integer: 2**64 has 20, and no field takes a longer one."""
 MAX_NAME_CHARS = 64
-"""maximum characters of a client's field name or value that an error quotes"""
+"""Maximum characters of a client's field name or value that an error quotes."""
 
 # Work on a whole body uses methods of bytes where possible: the interpreter runs nothing else
 # meanwhile, and regular expressions take ten times as long.

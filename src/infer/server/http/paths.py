@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from starlette.routing import BaseRoute
 
 _MAX_SEGMENTS = 12
-"""number of parts of a path beyond which no other path is looked for"""
+"""Number of parts of a path beyond which no other path is looked for."""
 _MAX_CHARS = 256
 _URL = re.compile(r"https?://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)
 _BASE = "/v1"
@@ -33,7 +33,7 @@ _OTHER_APIS = {
     "/v1/chat": "/v1/chat/completions",
     "/v1/engines": "/v1/models",
 }
-"""paths of other servers' APIs → the path here that does the same"""
+"""Paths of other servers' APIs → the path here that does the same."""
 
 
 def path_of(target: str, host: str) -> str:

@@ -11,10 +11,10 @@ from infer.server.http.http_errors import HttpError
 from infer.server.http.paths import canonical_path
 
 HARMLESS = re.compile(r"[A-Za-z0-9._-]{1,128}")
-"""text of a client that may be repeated in a header of the answer"""
+"""Text of a client that may be repeated in a header of the answer."""
 _END = re.compile(rb"\r?\n\r?\n")
 _END_BYTES = 4
-"""the most bytes of `_END`"""
+"""The most bytes of `_END`."""
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _LINE = re.compile(rb"(" + _NAME.pattern + rb") ([\x21-\x7e]+) HTTP/1\.([01])")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -26,11 +26,11 @@ class RequestHead(NamedTuple):
 
     method: str
     path: str
-    """decoded and with single slashes, without the query"""
+    """Decoded and with single slashes, without the query."""
     headers: Mapping[str, str]
-    """by their names in lower case; of a name that comes twice the first"""
+    """By their names in lower case; of a name that comes twice the first."""
     num_ids: int
-    """how many headers `x-request-id` there are"""
+    """How many headers `x-request-id` there are."""
 
     @property
     def client_id(self) -> str | None:

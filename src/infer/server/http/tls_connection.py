@@ -14,10 +14,11 @@ from infer.server.http.connections import Connection, Connections, Use
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 READ_BYTES = 16 * 1024
-"""bytes per read; a TLS record has at most as many"""
+"""Bytes per read; a TLS record has at most as many."""
 _LOW_BYTES, _HIGH_BYTES = READ_BYTES + 4096, 2 * READ_BYTES + 8192
-"""bytes that have arrived and are not decrypted, while the HTTP connection reads nothing: reading
-stops at the larger number, and goes on at the smaller one, which has room for a part of a record"""
+"""Bytes that have arrived and are not decrypted, while the HTTP connection reads nothing: reading
+stops at the larger number, and goes on at the smaller one, which has room for a part of a record.
+"""
 
 
 class _Beginning(asyncio.Protocol):
@@ -70,7 +71,7 @@ class TlsConnection(SSLProtocol):
         self._client: tuple[str, int] | None = None
         self._socket: Any = None
         self._is_settled = False
-        """whether the handshake is done, or why it failed is counted"""
+        """Whether the handshake is done, or why it failed is counted."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._socket = transport

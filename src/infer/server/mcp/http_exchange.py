@@ -15,14 +15,14 @@ from infer.server.mcp.mcp_settings import McpServer
 from infer.version import VERSION
 
 READ_BYTES = 16 * 1024
-"""bytes that are taken from a socket at once: what the event loop does with them in one go"""
+"""Bytes that are taken from a socket at once: what the event loop does with them in one go."""
 MAX_PIECES = 16_384
-"""pieces of an answer, as chunks or as they come; each takes 30 µs of the event loop"""
+"""Pieces of an answer, as chunks or as they come; each takes 30 µs of the event loop."""
 EVENTS_A_TURN = 64
-"""events of the parser after which others have their turn: chunks may have one byte each"""
+"""Events of the parser after which others have their turn: chunks may have one byte each."""
 JSON, EVENTS = "application/json", "text/event-stream"
 Resolve = Callable[[str, int], Awaitable[list[Any]]]
-"""`socket.getaddrinfo` for a host and a port, beside the event loop"""
+"""`socket.getaddrinfo` for a host and a port, beside the event loop."""
 
 
 class McpError(InferError):

@@ -30,23 +30,23 @@ Result = dict[str, Any]
 
 PROTOCOL_VERSION = "2025-06-18"
 KNOWN_VERSIONS = ("2024-11-05", "2025-03-26", PROTOCOL_VERSION, "2025-11-25")
-"""versions that a server may answer with; what is used here is the same in all of them"""
+"""Versions that a server may answer with; what is used here is the same in all of them."""
 MAX_PAGES = 16
-"""pages of a list of tools"""
+"""Pages of a list of tools."""
 MAX_TOOLS = 128
-"""tools of one server"""
+"""Tools of one server."""
 MAX_SCHEMA_BYTES = 16 * 1024
-"""bytes of the schema of a tool's arguments, as JSON"""
+"""Bytes of the schema of a tool's arguments, as JSON."""
 MAX_SCHEMA_DEPTH = 32
 MAX_DESCRIPTION_CHARS = 2000
 MAX_TEXT_CHARS = 64 * 1024
-"""characters of the result of a call"""
+"""Characters of the result of a call."""
 MAX_EVENTS = 1000
-"""events of a stream before the one that is the answer"""
+"""Events of a stream before the one that is the answer."""
 MAX_WORDS_CHARS = 200
-"""characters of what a server says about an error"""
+"""Characters of what a server says about an error."""
 END_S = 1.0
-"""time that a server has to take note of a session's end"""
+"""Time that a server has to take note of a session's end."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SESSION_HEADER = "Mcp-Session-Id"
 _SESSION = re.compile(r"[\x21-\x7e]{1,256}")
@@ -58,7 +58,7 @@ class McpTool(NamedTuple):
     name: str
     description: str
     schema: dict[str, Any]
-    """JSON Schema of the arguments"""
+    """JSON Schema of the arguments."""
 
 
 class McpTools(NamedTuple):
@@ -66,7 +66,7 @@ class McpTools(NamedTuple):
 
     tools: list[McpTool]
     left_out: list[tuple[str, str]]
-    """(name, why), as far as there are names"""
+    """(name, why), as far as there are names."""
 
 
 class McpResult(NamedTuple):
@@ -74,7 +74,7 @@ class McpResult(NamedTuple):
 
     text: str
     is_error: bool
-    """whether the tool says that it has failed"""
+    """Whether the tool says that it has failed."""
 
 
 class McpSession:
@@ -182,9 +182,9 @@ class EventSplitter:
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
-        """what has come of the event that is not complete"""
+        """What has come of the event that is not complete."""
         self._is_after_cr = False
-        """whether an LF that comes next belongs to the end of a line"""
+        """Whether an LF that comes next belongs to the end of a line."""
 
     def add(self, piece: bytes) -> Iterator[bytes]:
         """Yield each event that is complete now, unless it is empty."""

@@ -34,7 +34,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 MAX_NAME_CHARS = 128
 _BYTES_A_TOOL = 2000
-"""size of a tool in an answer, about"""
+"""Size of a tool in an answer, about."""
 
 
 class McpCallBody(Body):
@@ -55,7 +55,7 @@ class McpCalls:
         self._offload = offload
         self._limits = settings.limits
         self._names = FairThreads(2, "infer-mcp-names")
-        """look up the addresses of hosts"""
+        """Look up the addresses of hosts."""
         self._places = KeyPlaces(
             "calls of MCP servers", self._limits.max_mcp_calls_of_key, self._limits.max_mcp_calls
         )

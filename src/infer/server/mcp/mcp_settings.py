@@ -10,13 +10,13 @@ from infer.errors import ConfigError
 from infer.private_files import secret_in
 
 MAX_SERVERS = 16
-"""MCP servers of one server"""
+"""MCP servers of one server."""
 QUERY_OF_URL = r"\?([^,\s#]+)"
-"""the query of a URL, which may be a key"""
+"""The query of a URL, which may be a key."""
 TOKEN_OF_ENTRY = r"(?:^|,)\s*[^=,]*=([^@,\s][^,]*)"
-"""the token in `NAME=TOKEN`; `NAME=@FILE` has none"""
+"""The token in `NAME=TOKEN`; `NAME=@FILE` has none."""
 _NAME = r"[A-Za-z0-9][A-Za-z0-9-]{0,31}"
-"""a server's name: it becomes the beginning of its functions' names, before `__`"""
+"""A server's name: it becomes the beginning of its functions' names, before `__`."""
 _HEADER = re.compile(r"([A-Za-z][A-Za-z0-9-]*): (.+)")
 _OURS = frozenset(
     (
@@ -25,7 +25,7 @@ _OURS = frozenset(
         *("mcp-protocol-version", "mcp-session-id"),
     )
 )
-"""headers that a request to an MCP server has in any case, or that would change its framing"""
+"""Headers that a request to an MCP server has in any case, or that would change its framing."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class McpServer:
     port: int
     is_tls: bool
     target: str
-    """path and query"""
+    """Path and query."""
     header: tuple[str, str] | None = field(default=None, repr=False)
-    """name and value of the header with its key"""
+    """Name and value of the header with its key."""
 
     @property
     def authority(self) -> str:

@@ -19,11 +19,11 @@ from infer.private_files import locked, state_folder, write_private
 log = logging.getLogger("infer.server")
 
 MAX_SHOWN = 50
-"""keys with series of their own"""
+"""Keys with series of their own."""
 REST = "(others)"
-"""the label of all other keys; no key has such a name, because `infer keys` prints names"""
+"""The label of all other keys; no key has such a name, because `infer keys` prints names."""
 _LEAD = 1.1
-"""how many times as much a key must have used as the least of those shown to take its place"""
+"""How many times as much a key must have used as the least of those shown to take its place."""
 
 
 class KeyUsage:
@@ -41,7 +41,7 @@ class KeyUsage:
         self._saved_s = 0.0
         self._of_keys = {key: Counter(it) for key, it in self._saved().get(model, {}).items()}
         self._written = {key: Counter(counts) for key, counts in self._of_keys.items()}
-        """the part of `_of_keys` that is in the file"""
+        """The part of `_of_keys` that is in the file."""
         most = nlargest(MAX_SHOWN, self._of_keys, key=lambda key: _size(self._of_keys[key]))
         self._shown = {key: Counter(self._of_keys[key]) for key in most}
         self._rest: Counter[str] = Counter()

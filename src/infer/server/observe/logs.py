@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from infer.server.observe.request_trace import BatchTrace
 
 MAX_QUEUED_CHARS = 4 << 20
-"""maximum number of characters of the lines that wait to be written"""
+"""Maximum number of characters of the lines that wait to be written."""
 LAST_LINES_S = 1.0
-"""seconds that the end of the server waits for the last lines to be written"""
+"""Seconds that the end of the server waits for the last lines to be written."""
 _LOOK_S = 0.2
 _PIECE_BYTES = select.PIPE_BUF if hasattr(select, "PIPE_BUF") else 512
-"""number of bytes that a writable pipe takes without waiting"""
+"""Number of bytes that a writable pipe takes without waiting."""
 
 access = logging.getLogger("infer.access")
 
@@ -95,11 +95,11 @@ class LogWriter(logging.Handler):
         self._lines: deque[str] = deque()
         self._num_chars = 0
         self.num_dropped = 0
-        """number of lines that were dropped since the start"""
+        """Number of lines that were dropped since the start."""
         self._num_unreported = 0
         self._wake = threading.Condition()
         self._closing_s: float | None = None
-        """time on the monotonic clock until which the rest may be written; None: not closing"""
+        """Time on the monotonic clock until which the rest may be written; None: not closing."""
         self._thread = BackgroundThread(self._run, self._begin_to_close, "infer-log")
         self._thread.start()
 

@@ -42,7 +42,7 @@ _TIMES = {
     "request_inference_time_seconds": ("admitted_s", "end"),
     "e2e_request_latency_seconds": ("received", "end"),
 }
-"""name of a time → the two points of a trace between which it is measured"""
+"""Name of a time → the two points of a trace between which it is measured."""
 _SIZES: dict[str, Callable[[RequestTrace], int]] = {
     "request_prompt_tokens": lambda trace: trace.num_prompt,
     "request_generation_tokens": lambda trace: trace.sum_of("num_tokens"),
@@ -77,7 +77,7 @@ _COUNTERS_OF_REPLICAS = {
     for name in ("prompt_tokens", "prompt_tokens_cached", "generation_tokens", "engine_restarts")
 }
 _COUNTED = ("batches_formed",)
-"""the statistics of `ServingStats.summary` that are counters; the others are gauges"""
+"""The statistics of `ServingStats.summary` that are counters; the others are gauges."""
 
 DEFAULT_PREFIX = "infer"
 

@@ -35,7 +35,7 @@ _GAUGES = {
     "open_fds": ("Number of open file descriptors.", "num_fds"),
     "max_fds": ("Maximum number of open file descriptors.", "max_fds"),
 }
-"""name of a metric → (help, field of `_Numbers`)"""
+"""Name of a metric → (help, field of `_Numbers`)."""
 
 
 class ProcessMetrics:

@@ -33,14 +33,14 @@ from infer.types.step_events import (
 )
 
 MAX_BATCHES = 16
-"""number of static batches that a trace names; the choices of one request may be in several"""
+"""Number of static batches that a trace names; the choices of one request may be in several."""
 MAX_REPLICAS = 16
-"""number of engines that a trace names"""
+"""Number of engines that a trace names."""
 MAX_SHOWN_IDS = 8
-"""number of requests that the error for an ambiguous name shows"""
+"""Number of requests that the error for an ambiguous name shows."""
 NUM_GAPS = 5
 MAX_STEPS = 256
-"""number of latest steps that can explain a slow gap"""
+"""Number of latest steps that can explain a slow gap."""
 GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 
 
@@ -51,11 +51,11 @@ class ChoiceTrace:
     trace: RequestTrace
     index: int
     state: RequestState
-    """as the engine's steps tell it; that of a request that waits until it is sent"""
+    """As the engine's steps tell it; that of a request that waits until it is sent."""
     num_cached: int = 0
-    """prompt tokens that had been found in the prefix cache when it sampled its first token"""
+    """Prompt tokens that had been found in the prefix cache when it sampled its first token."""
     reason: FinishReason | None = None
-    """why it ended; None while it runs, and if its client left before the end"""
+    """Why it ended; None while it runs, and if its client left before the end."""
 
     @property
     def num_tokens(self) -> int:
@@ -69,7 +69,7 @@ class BatchTrace:
 
     formed: BatchFormed
     ended: BatchEnded | None = None
-    """None while it runs, and if its engine has died"""
+    """None while it runs, and if its engine has died."""
 
     def fields(self, context: RequestContext | None = None) -> dict[str, Any]:
         """The batch as JSON: sizes in tokens, and its creation as the time of day in seconds.
@@ -102,20 +102,20 @@ class RequestTrace:
     max_tokens: int
     max_events: int = SERVER_LIMITS.max_trace_events
     choices: dict[str, ChoiceTrace] = field(default_factory=dict)
-    """engine's request id → choice"""
+    """Engine's request id → choice."""
     events: list[dict[str, Any]] = field(default_factory=list)
     num_left_out: int = 0
     gaps: list[tuple[float, dict[str, Any]]] = field(default_factory=list)
-    """(seconds, details) of the longest gaps between two tokens, the longest first"""
+    """(seconds, details) of the longest gaps between two tokens, the longest first."""
     batches: list[BatchTrace] = field(default_factory=list)
-    """the static batches that its choices were in"""
+    """The static batches that its choices were in."""
     replicas: list[str] = field(default_factory=list)
-    """names of the engines that had its choices, where there are several, in order of the first
-    time"""
+    """Names of the engines that had its choices, where there are several, in order of the first
+    time."""
     ended_s: float | None = None
     outcome: str | None = None
     error: RequestError | None = None
-    """error with which the request was cancelled"""
+    """Error with which the request was cancelled."""
 
     def record(self, at_s: float, choice: int, kind: str, **details: Any) -> None:
         """Add an event while there is room; the last place is kept for `finished`."""
@@ -219,11 +219,11 @@ class RequestTraces:
         self._open: dict[str, RequestTrace] = {}
         self._ended: dict[str, RequestTrace] = {}
         self._ended_of: dict[str, dict[str, None]] = {}
-        """owner → ids of its ended traces, the oldest first"""
+        """Owner → ids of its ended traces, the oldest first."""
         self._choices: dict[str, ChoiceTrace] = {}
         self._steps: deque[StepEvents] = deque(maxlen=MAX_STEPS)
         self._batches: dict[str, BatchTrace] = {}
-        """the static batch that runs in each engine, by the engine's name"""
+        """The static batch that runs in each engine, by the engine's name."""
         self.on_step: list[Callable[[StepEvents], None]] = []
         self.on_end: list[Callable[[RequestTrace], None]] = []
         self.on_batch_end: list[Callable[[BatchTrace], None]] = []

@@ -12,11 +12,11 @@ from typing import Any, TextIO
 from infer.types.ends import NORMAL_OUTCOMES
 
 CLEAR_LINE = "\r\x1b[K"
-"""moves to the left edge and clears the line"""
+"""Moves to the left edge and clears the line."""
 WIDE = 100
-"""columns of a terminal in which a line has all that is known"""
+"""Columns of a terminal in which a line has all that is known."""
 _NO_COLUMNS = 80
-"""columns of a terminal that does not say how many it has"""
+"""Columns of a terminal that does not say how many it has."""
 
 
 def is_terminal(stream: TextIO | None) -> bool:

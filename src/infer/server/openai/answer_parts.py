@@ -99,7 +99,7 @@ class TokenDetails:
         self._requests = requests
         self._sampling = requests[0].sampling
         self.writers: list[ChoiceLogprobs] = []
-        """one for each choice; none where the body does not ask for log-probabilities"""
+        """One for each choice; none where the body does not ask for log-probabilities."""
         if self._sampling.logprobs is not None:
             skip = wire.skip_special_tokens
             self.writers = [ChoiceLogprobs(tokenizer, skip_special=skip) for _ in requests]
@@ -133,7 +133,7 @@ class ChunkWriter:
     ) -> None:
         """`head`: the first members of each chunk."""
         self._running = dict.fromkeys(range(num_choices))
-        """choices whose end has not been told"""
+        """Choices whose end has not been told."""
         self._usage = usage
         self._options = options or StreamOptions()
         self._before = dump(head)[:-1] + ',"choices":['

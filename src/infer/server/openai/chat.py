@@ -82,15 +82,15 @@ class ChatBody(Conversation, Generation):
     )
     max_completion_tokens: Limit = None
     session_id: str | None = None
-    """id of a session whose messages go before these; see `server.sessions.routes`"""
+    """Id of a session whose messages go before these; see `server.sessions.routes`."""
     truncation: Literal["auto", "disabled"] = "disabled"
-    """whether the oldest turns are left out of a prompt that does not fit: `truncation.fitted`"""
+    """Whether the oldest turns are left out of a prompt that does not fit: `truncation.fitted`."""
     logprobs: bool = False
     top_logprobs: Int | None = None
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
     thinking_token_budget: Budget = None
-    """maximum number of tokens of the reasoning; then it ends, and the answer begins"""
+    """Maximum number of tokens of the reasoning; then it ends, and the answer begins."""
     _dropped: Dropped = PrivateAttr(Dropped())
     _forced: ForcedCalls | None = PrivateAttr(None)
     _is_free: bool = PrivateAttr(False)

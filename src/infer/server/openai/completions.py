@@ -40,7 +40,7 @@ from infer.types import FinishReason, Request, RequestOutput, TextDelta, TokenLo
 from infer.types.sampling import DEFAULT_MAX_TOKENS, MAX_LOGPROBS
 
 MAX_CHOICES = 256
-"""maximum number of choices of one request: prompts x n"""
+"""Maximum number of choices of one request: prompts x n."""
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
@@ -135,7 +135,7 @@ class _Shown(NamedTuple):
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
-    """of each token; None: of the first token of a prompt"""
+    """Of each token; None: of the first token of a prompt."""
 
 
 class CompletionAnswer:
@@ -156,9 +156,9 @@ class CompletionAnswer:
         self._details = TokenDetails(engine.tokenizer, wire, requests)
         self._chunks = ChunkWriter(self._head, len(requests), wire.stream_options, self._usage)
         self._begun: set[int] = set()
-        """choices whose prompt's ids have been sent"""
+        """Choices whose prompt's ids have been sent."""
         self._echoes: dict[int, str] = {}
-        """texts of the prompts that are still to be echoed, by choice"""
+        """Texts of the prompts that are still to be echoed, by choice."""
         for index, request in enumerate(requests if wire.echo else ()):
             if index % wire.n == 0:  # its siblings have the same prompt
                 text = engine.tokenizer.decode(request.prompt_token_ids)

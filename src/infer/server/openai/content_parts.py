@@ -16,14 +16,14 @@ from infer.server.http.json_body import MAX_NAME_CHARS
 from infer.server.openai.ignored_fields import note
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text"}
-"""kind of a part → the member that has its text; the last two are OpenAI's newer names"""
+"""Kind of a part → the member that has its text; the last two are OpenAI's newer names."""
 _SAID = {"refusal": "refusal"}
-"""further kinds that an assistant's message may have"""
+"""Further kinds that an assistant's message may have."""
 _THOUGHTS = frozenset(("thinking", "redacted_thinking", "reasoning"))
-"""kinds of an assistant's parts that hold what it thought"""
+"""Kinds of an assistant's parts that hold what it thought."""
 IMAGE = "[image: this model reads text only]"
 FILE = "[file: this server reads text only]"
-"""texts in the place of an image or a file, in APIs whose clients cannot go on without them"""
+"""Texts in the place of an image or a file, in APIs whose clients cannot go on without them."""
 
 
 def text_of(content: Any, role: str | None = None, noted: list[str] | None = None) -> str:

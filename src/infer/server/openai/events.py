@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
-"""one line of ASCII JSON"""
+"""One line of ASCII JSON."""
 
 
 NOTHING_YET = b": nothing yet\n\n"
-"""a comment, for streams whose clients know no event that says so"""
+"""A comment, for streams whose clients know no event that says so."""
 
 
 def event(line: str, name: str | None = None) -> bytes:

@@ -17,9 +17,9 @@ from infer.types import Request, RequestOutput, TextDelta
 B = TypeVar("B", bound=GeneratingBody)
 
 Part = RequestOutput | TextDelta
-"""output of one choice, all of it or what is new"""
+"""Output of one choice, all of it or what is new."""
 OnMessage = Callable[[dict[str, Any]], None]
-"""receives what is new in the members of a chat's message; of a response, all of it at its end"""
+"""Receives what is new in the members of a chat's message; of a response, all of it at its end."""
 
 
 Keeps = Literal["nothing", "sessions", "responses"]

@@ -27,9 +27,9 @@ FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex"
           "guided_choice", "guided_grammar")  # fmt: skip
 _MEMBERS = {"text": {"type"}, "json_object": {"type", "schema"},
             "json_schema": {"type", "json_schema"}}  # fmt: skip
-"""type of a response_format → the members that mean something"""
+"""Type of a response_format → the members that mean something."""
 _NAMED = {"name", "description", "schema", "strict"}
-"""members of a json_schema"""
+"""Members of a json_schema."""
 
 MAX_WARNED = 8
 """Maximum number of keywords that a header names."""

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 IgnoredValues = Mapping[str, tuple[Any, ...]]
-"""field name → values without effect; a type stands for all of its values"""
+"""Field name → values without effect; a type stands for all of its values."""
 
 REQUEST_FIELDS: IgnoredValues = {
     # OpenAI
@@ -62,7 +62,7 @@ HINTS = frozenset(
     ("include_obfuscation", "length_penalty", "prompt_cache_options", "prompt_cache_retention",
      "service_tier", "spaces_between_special_tokens", "store", "thinking", "verbosity")
 )  # fmt: skip
-"""those of the fields above that may be left out whatever their value is"""
+"""Those of the fields above that may be left out whatever their value is."""
 _TYPES: Mapping[type, tuple[str, str]] = {
     str: ("a string", "string"),
     bool: ("true or false", "boolean"),
@@ -70,9 +70,9 @@ _TYPES: Mapping[type, tuple[str, str]] = {
     dict: ("an object", "object"),
     list: ("a list", "array"),
 }
-"""names of types in an error message and in JSON Schema"""
+"""Names of types in an error message and in JSON Schema."""
 MAX_NOTED = 32
-"""maximum number of ignored names that an answer tells"""
+"""Maximum number of ignored names that an answer tells."""
 
 
 def note(names: list[str], name: str) -> None:

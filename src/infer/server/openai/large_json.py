@@ -17,14 +17,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 LARGE_ANSWER_BYTES = 64 * 1024
-"""approximate size above which an answer is rendered in a thread"""
+"""Approximate size above which an answer is rendered in a thread."""
 BYTES_A_LOGPROB = 64
-"""approximate bytes of one token and its log-probability in an answer"""
+"""Approximate bytes of one token and its log-probability in an answer."""
 _MAX_WEIGHT = 4096
-"""maximum weight (numbers, names and short strings) that is encoded at once: half a millisecond"""
+"""Maximum weight (numbers, names and short strings) that is encoded at once: half a millisecond."""
 
 _PIECE_CHARS = 128 * 1024
-"""approximate characters that are sent to the socket at once"""
+"""Approximate characters that are sent to the socket at once."""
 
 _dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode
 

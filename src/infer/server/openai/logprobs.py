@@ -16,7 +16,7 @@ from infer.text.tokenizer import Tokenizer
 from infer.types import TokenLogprobs
 
 FLOOR = -9999.0
-"""smallest log-probability that is shown, also for -inf, which JSON does not have"""
+"""Smallest log-probability that is shown, also for -inf, which JSON does not have."""
 
 
 class ChoiceLogprobs:

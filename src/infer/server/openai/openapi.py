@@ -30,9 +30,9 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 REF = "#/components/schemas/{model}"
 ANY_REQUEST = {400, 403, 431, 500, 503}
-"""error statuses that every request may get"""
+"""Error statuses that every request may get."""
 ANY_BODY = {404, 408, 413, 415, 422}
-"""further error statuses of a request with a body; 404 is for an unknown model"""
+"""Further error statuses of a request with a body; 404 is for an unknown model."""
 _TYPES = {"message": "string", "type": "string", "param": ["string", "null"]}
 _MEMBERS = {name: {"type": kind} for name, kind in {**_TYPES, "code": _TYPES["param"]}.items()}
 _ERROR = {"type": "object", "properties": _MEMBERS, "required": [*_MEMBERS]}
@@ -55,7 +55,7 @@ _ANTHROPIC_ERRORS = {
     "required": ["type", "error"],
 }
 _PHRASES = {499: "Cancelled", OVERLOADED: "Overloaded"}
-"""phrases of statuses that have none of their own"""
+"""Phrases of statuses that have none of their own."""
 
 
 def takes(

@@ -34,7 +34,7 @@ _BEGUN: Fields = {
 }
 _MESSAGE: Fields = {"type": "message", "role": "assistant", "content": []}
 _ERROR_CODES = ("context_length_exceeded", "rate_limit_exceeded")
-"""codes of errors that a response may have beside `server_error`"""
+"""Codes of errors that a response may have beside `server_error`."""
 
 
 class ResponseAnswer:
@@ -69,15 +69,15 @@ class ResponseAnswer:
         self._told = told
         self._on_message = on_message
         self._whole: Fields = {}
-        """the response at its end"""
+        """The response at its end."""
         # What the client has sent may be long: it is written here, beside the event loop.
         self._told_text = dump(told)
         self._short_text = dump(told | {"tools": [], "instructions": None})
         self._num_calls = 0
         self._items: list[Fields] = []
-        """items of the answer, the last of which may be growing"""
+        """Items of the answer, the last of which may be growing."""
         self._pieces: list[str] = []
-        """the text of the item that grows"""
+        """The text of the item that grows."""
         self._is_open = False
         self._reason = FinishReason.EOS
         self._number = 0
@@ -279,7 +279,7 @@ _GROWS = {
     "function_call": "function_call_arguments",
     "custom_tool_call": "custom_tool_call_input",
 }
-"""type of an item → the beginning of the names of the events by which it grows"""
+"""Type of an item → the beginning of the names of the events by which it grows."""
 
 
 def _part(item: Fields, text: str) -> Fields:

@@ -14,14 +14,14 @@ from infer.text.tools.call import BREAK
 from infer.text.tools.forced_markup import TEXT_GRAMMAR
 
 JOIN = "__"
-"""between the name of a namespace and that of a function in it, as the model sees them"""
+"""Between the name of a namespace and that of a function in it, as the model sees them."""
 _REPLACED = {"input_image": IMAGE, "image_url": IMAGE, "input_file": FILE, "input_audio": FILE}
-"""kinds of content parts that are no text → the text in their place"""
+"""Kinds of content parts that are no text → the text in their place."""
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "summary_text": "text",
           "reasoning_text": "text", "refusal": "refusal"}  # fmt: skip
-"""kind of a content part → the member that has its text"""
+"""Kind of a content part → the member that has its text."""
 _MORE_TOOLS = ("additional_tools", "tool_search_output")
-"""kinds of items that have tools which are known from there on"""
+"""Kinds of items that have tools which are known from there on."""
 _ROLES = ("user", "assistant", "system", "developer")
 _RESULTS = ("function_call_output", "custom_tool_call_output")
 
@@ -32,7 +32,7 @@ class Tool(NamedTuple):
     name: str
     namespace: str | None = None
     is_custom: bool = False
-    """whether it takes a text and no object"""
+    """Whether it takes a text and no object."""
 
     @property
     def shown_name(self) -> str:
@@ -44,13 +44,13 @@ class Tools(NamedTuple):
     """The tools of a request."""
 
     shown: list[Object]
-    """as a chat has them; the kinds that cannot be served have no function"""
+    """As a chat has them; the kinds that cannot be served have no function."""
     known: dict[str, Tool]
-    """the client's tools, by the names under which the model sees them"""
+    """The client's tools, by the names under which the model sees them."""
     given: list[Object]
-    """as the client has sent them"""
+    """As the client has sent them."""
     forms: dict[str, Object]
-    """what is enforced of functions and not shown, by the names under which the model sees them"""
+    """What is enforced of functions and not shown, by the names under which the model sees them."""
 
 
 NO_TOOLS = Tools([], {}, [], {})
@@ -60,7 +60,7 @@ _INPUT = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""parameters of a custom tool, as the model sees it"""
+"""Parameters of a custom tool, as the model sees it."""
 
 
 def read_tools(value: Any, path: str = "tools") -> Tools:
@@ -167,11 +167,11 @@ class ItemReader:
         request."""
         self._noted = noted
         self.tools = Tools([*tools.shown], {**tools.known}, tools.given, {**tools.forms})
-        """those of the request, and those of its items, once they are read"""
+        """Those of the request, and those of its items, once they are read."""
         self._answer: Object | None = None
-        """the assistant's message that further items may add to"""
+        """The assistant's message that further items may add to."""
         self._origin = ""
-        """the response from which its last item is, as the ids of our items have it"""
+        """The response from which its last item is, as the ids of our items have it."""
 
     def messages(self, items: Iterable[Object]) -> Iterator[Object]:
         """Yield the messages of a chat."""

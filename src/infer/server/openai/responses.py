@@ -33,7 +33,7 @@ from infer.text.untrusted.workers import Steps
 from infer.types import Request
 
 MAX_ITEMS = 4 * MAX_MESSAGES
-"""an answer that is one message has an item for its thoughts, its text and each of its calls"""
+"""An answer that is one message has an item for its thoughts, its text and each of its calls."""
 
 
 def _input(value: Any) -> list[Object]:
@@ -123,7 +123,7 @@ _NO_EFFECT: ignored_fields.IgnoredValues = {
     "max_tool_calls": (int,),
     "top_logprobs": (0,),
 }
-"""fields that clients send and that change nothing here, with the values for which that is so"""
+"""Fields that clients send and that change nothing here, with the values for which that is so."""
 
 
 _CHATS_NAMES = {
@@ -132,7 +132,7 @@ _CHATS_NAMES = {
     "response_format": "text.format",
     "messages": "input",
 }
-"""names of a chat's fields in an error → the client's"""
+"""Names of a chat's fields in an error → the client's."""
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -154,7 +154,7 @@ class InputTokensBody(AsChat):
     input: Annotated[list[Object], plain(_input, str | list[Object])]
     instructions: str | None = None
     tools: Annotated[Any, plain(read_tools, list[Object])] = Field(NO_TOOLS)
-    """read as `Tools`"""
+    """Read as `Tools`."""
     tool_choice: Annotated[Any, plain(_tool_choice, str | Object)] = "auto"
     parallel_tool_calls: bool = True
     reasoning: Annotated[Object, plain(_reasoning, Object)] = Field({})
@@ -163,9 +163,9 @@ class InputTokensBody(AsChat):
     previous_response_id: str | None = None
     include: Annotated[None, plain(_include, list[str])] = None
     metadata: Annotated[dict[str, str], plain(schema.checked_metadata, dict[str, str])] = Field({})
-    """pairs that the response repeats"""
+    """Pairs that the response repeats."""
     store: bool | None = None
-    """whether it can be read again and gone on from; null: if the server stores any"""
+    """Whether it can be read again and gone on from; null: if the server stores any."""
 
     _known_tools: Tools = PrivateAttr(NO_TOOLS)
 

@@ -35,24 +35,24 @@ from infer.types.grammar import Grammar
 from infer.types.sampling import MAX_LOGIT_BIAS_ENTRIES
 
 MAX_CHOICES_PER_PROMPT = 128
-"""largest `n`; OpenAI's"""
+"""Largest `n`; OpenAI's."""
 MAX_LIGHT_CHARS, MAX_LIGHT_WORDS = 1024, 16
-"""maximum size of `bad_words`, and of a chat that may be truncated, on the event loop"""
+"""Maximum size of `bad_words`, and of a chat that may be truncated, on the event loop."""
 MAX_LIGHT_ENTRIES = 2048
-"""maximum of choices x (1 + entries of lists) that are checked on the event loop"""
+"""Maximum of choices x (1 + entries of lists) that are checked on the event loop."""
 MAX_MESSAGES = 4096
-"""a coding agent's task has two for each of its steps"""
+"""A coding agent's task has two for each of its steps."""
 MAX_METADATA_ENTRIES = 16
 MAX_TOOLS = 512
-"""four times OpenAI's limit, for agents with several MCP servers"""
+"""Four times OpenAI's limit, for agents with several MCP servers."""
 MAX_CALLS = 128
-"""calls of one message"""
+"""Calls of one message."""
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400
-"""one day"""
+"""One day."""
 
 Object = dict[str, Any]
-"""any JSON object"""
+"""Any JSON object."""
 _TOKEN_ID = re.compile(r"-?[0-9]{1,20}")
 
 
@@ -196,7 +196,7 @@ def _tool_choice(value: Any, info: ValidationInfo) -> str | dict[str, Any]:
 
 
 _CHOICES = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
-"""what may be chosen; "any" is Mistral's name"""
+"""What may be chosen; "any" is Mistral's name."""
 
 
 def _allowed_tools(value: dict[str, Any]) -> dict[str, Any]:
@@ -303,8 +303,8 @@ RANGES: dict[str, dict[str, Any]] = {
     },
     "guided_choice": {"minItems": 1},
 }
-"""ranges of the fields of `SamplingParams`, which checks them, as JSON Schema for the OpenAPI
-document; ranges that depend on the model are not included"""
+"""Ranges of the fields of `SamplingParams`, which checks them, as JSON Schema for the OpenAPI
+document; ranges that depend on the model are not included."""
 _FUNCTION = {
     "type": "object",
     "properties": {"name": {"type": "string"}},
@@ -380,16 +380,16 @@ class StreamOptions(Wire):
     ignored = ignored_fields.STREAM_FIELDS
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    """whether every piece has the usage so far, if `include_usage` is true"""
+    """Whether every piece has the usage so far, if `include_usage` is true."""
     include_status: bool = False
-    """whether a silent stream says why, by events of its own (docs/events.md)"""
+    """Whether a silent stream says why, by events of its own (docs/events.md)."""
 
 
 class Body(Wire):
     """A body that may name the model."""
 
     unknown_model_status: ClassVar[int] = 404
-    """status of the error where this server has no model of that name"""
+    """Status of the error where this server has no model of that name."""
     model: Annotated[str | None, BeforeValidator(lambda name: None if name == "" else name)] = None
 
 
@@ -397,12 +397,12 @@ class GeneratingBody(Body):
     """What the pipeline of `server.generation` reads of the body of any endpoint that generates."""
 
     always_streams: ClassVar[bool] = False
-    """whether the answer is a stream whatever `stream` says"""
+    """Whether the answer is a stream whatever `stream` says."""
     clamps_limit: ClassVar[bool] = True
-    """whether a `max_tokens` for which there is no room becomes what there is room for"""
+    """Whether a `max_tokens` for which there is no room becomes what there is room for."""
     stream: bool = False
     timeout: float | None = Field(None, gt=0, le=MAX_TIMEOUT_S)
-    """maximum time of the request in seconds; the server has a limit of its own"""
+    """Maximum time of the request in seconds; the server has a limit of its own."""
 
     @property
     def num_choices(self) -> int:
@@ -475,10 +475,11 @@ class SampledBody(GeneratingBody):
     bad_words: Stop = ()
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY), WHOLE] = 0
     reuse_prefix: bool = True
-    """whether the prompt may take pages from the prefix cache and leave its own there for others"""
+    """Whether the prompt may take pages from the prefix cache and leave its own there for others.
+    """
     prediction: Annotated[str, plain(_prediction, PredictedContent)] = Field("")
     speculation: bool = True
-    """whether tokens may be proposed for the answer, which changes its speed and no token"""
+    """Whether tokens may be proposed for the answer, which changes its speed and no token."""
 
     response_format: Annotated[Grammar | None, plain(grammar_fields.response_format, Object)] = None
     structured_outputs: Annotated[Grammar | None, plain(grammar_fields.outputs, Object)] = None
@@ -576,7 +577,7 @@ class Message(Wire):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """another name of `reasoning_content`"""
+    """Another name of `reasoning_content`."""
     tool_calls: Annotated[Functions, AfterValidator(_parsed_calls)] | None = None
 
     @model_validator(mode="before")
@@ -613,11 +614,12 @@ class Conversation(Body):
     continue_final_message: bool = False
     chat_template_kwargs: Annotated[dict[str, Any], plain(_variables, dict[str, Any])] = Field({})
     reasoning_effort: Effort | None = None
-    """how long to think; each template gets it under the names and with the values that it reads"""
+    """How long to think; each template gets it under the names and with the values that it reads.
+    """
     enable_thinking: bool | None = None
-    """whether to think; each template gets it under the name that it reads"""
+    """Whether to think; each template gets it under the name that it reads."""
     thinking: Annotated[bool | None, plain(_thinking, bool | Object)] = None
-    """another form of `enable_thinking`: `{"type": "enabled"}`, `disabled` or `adaptive`"""
+    """Another form of `enable_thinking`: `{"type": "enabled"}`, `disabled` or `adaptive`."""
 
     @property
     def template_arguments(self) -> dict[str, Any]:

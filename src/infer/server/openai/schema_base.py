@@ -81,9 +81,9 @@ def whole_list(value: Any) -> Any:
 
 
 WHOLE = BeforeValidator(whole)
-"""after the limits of an integer field in its `Annotated`"""
+"""After the limits of an integer field in its `Annotated`."""
 Int = Annotated[int, WHOLE]
-"""the type of an integer field"""
+"""The type of an integer field."""
 
 
 class Wire(BaseModel):
@@ -92,11 +92,11 @@ class Wire(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     ignored: ClassVar[ignored_fields.IgnoredValues] = {}
-    """fields that are accepted with values that have no effect"""
+    """Fields that are accepted with values that have no effect."""
     documented: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """JSON Schema of ranges that later code checks, by field, for the OpenAPI document"""
+    """JSON Schema of ranges that later code checks, by field, for the OpenAPI document."""
     is_strict: ClassVar[bool] = False
-    """whether unknown names are refused in any case"""
+    """Whether unknown names are refused in any case."""
 
     @model_validator(mode="before")
     @classmethod

@@ -30,14 +30,15 @@ from infer.types import TextDelta
 
 T = TypeVar("T")
 Render = Callable[..., Awaitable[Any]]
-"""`Offload.render` of one request: bytes of what is written, the function that writes, arguments"""
+"""`Offload.render` of one request: bytes of what is written, the function that writes, arguments.
+"""
 
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
-"""headers of a stream of events; the last one keeps nginx from collecting it"""
+"""Headers of a stream of events; the last one keeps nginx from collecting it."""
 
 
 class Sink(Protocol):
@@ -82,17 +83,17 @@ class StreamOfAnswer:
     """What `EventStream` does beside writing the events of an answer."""
 
     keep_alive_s: float = 0.0
-    """the API's sign that it lives is sent whenever nothing was for so long; 0 = never"""
+    """The API's sign that it lives is sent whenever nothing was for so long; 0 = never."""
     keep_turn: Callable[[], Awaitable[None]] | None = None
-    """awaited when the answer is whole, before the client gets its end"""
+    """Awaited when the answer is whole, before the client gets its end."""
     status: Callable[[], ToldStatus | None] = lambda: None
-    """why it is silent, if that is known"""
+    """Why it is silent, if that is known."""
     status_for: str = ""
-    """id of the answer, for events that tell the status; "": the client has not asked for them"""
+    """Id of the answer, for events that tell the status; "": the client has not asked for them."""
     status_s: float = 1.0
-    """seconds of silence after which it is told, and between two times"""
+    """Seconds of silence after which it is told, and between two times."""
     kept: Kept | None = None
-    """what its client may read again; then the answer goes on when the connection is lost"""
+    """What its client may read again; then the answer goes on when the connection is lost."""
 
 
 class EventStream(Response):
@@ -114,9 +115,9 @@ class EventStream(Response):
         self._writing = asyncio.Lock()
         self._written_s = 0.0
         self._told: bytes | None = None
-        """the status that was told last, since the last event of the answer"""
+        """The status that was told last, since the last event of the answer."""
         self._num_bytes = 0
-        """bytes written since others have had a turn"""
+        """Bytes written since others have had a turn."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with ExitStack() as stack:

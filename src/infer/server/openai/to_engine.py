@@ -20,7 +20,7 @@ from infer.server.openai.schema import Generation, SampledBody
 from infer.types import Request, SamplingParams
 
 Prompt = str | tuple[int, ...]
-"""text or token ids"""
+"""Text or token ids."""
 
 
 @contextmanager

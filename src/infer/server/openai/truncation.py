@@ -19,7 +19,7 @@ from infer.text.untrusted.workers import Steps
 
 R = TypeVar("R")
 Message = dict[str, Any]
-"""message of a chat, as in OpenAI's API; the role is "system" where a client wrote "developer\""""
+"""Message of a chat, as in OpenAI's API; the role is "system" where a client wrote "developer\"."""
 
 
 class Dropped(NamedTuple):
@@ -27,7 +27,7 @@ class Dropped(NamedTuple):
 
     num_messages: int = 0
     num_tokens: int = 0
-    """by how much the prompt is shorter than that of the whole chat"""
+    """By how much the prompt is shorter than that of the whole chat."""
 
     @property
     def usage(self) -> dict[str, int]:
@@ -106,7 +106,7 @@ def _turns(messages: Sequence[Message]) -> list[list[int]]:
     model with the results of its calls."""
     turns: list[list[int]] = []
     callers: dict[str, int] = {}
-    """index of the message that made a call, by the call's id"""
+    """Index of the message that made a call, by the call's id."""
     for i, message in enumerate(messages):
         if message["role"] == "tool" and turns:
             # A result may come after other messages than that of its call; then all are one turn.

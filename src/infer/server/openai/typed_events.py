@@ -10,7 +10,7 @@ from infer.server.openai.generating_api import OnMessage, Part
 from infer.types import FinishReason, TextDelta
 
 EVENT_BYTES = 50
-"""size of one token's event, about"""
+"""Size of one token's event, about."""
 
 
 class TypedEvents:

@@ -1,4 +1,4 @@
 """Sessions: conversations that the server stores."""
 
 NO_SESSIONS = "off"
-"""value of the setting `sessions` for a server that keeps none"""
+"""Value of the setting `sessions` for a server that keeps none."""

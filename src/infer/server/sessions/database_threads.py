@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 NUM_THREADS = 4
 RETRY_AFTER_S = 5
-"""seconds in `Retry-After` of a 503"""
+"""Seconds in `Retry-After` of a 503."""
 
 log = logging.getLogger("infer.server")
 
@@ -45,7 +45,7 @@ class DatabaseThreads:
             limits.max_database_calls_of_key,
             limits.max_database_calls,
         )
-        """of calls that run or wait"""
+        """Of calls that run or wait."""
 
     async def call(
         self, owner: str, work: Callable[..., T], *arguments: Any, is_begun: bool = False

@@ -13,9 +13,9 @@ from infer.server.http.error_responses import HttpError
 from infer.server.sessions.database_threads import DatabaseError, DatabaseThreads
 
 RENEW_S = 2.0
-"""seconds between two renewals"""
+"""Seconds between two renewals."""
 CLOSE_S = 1.0
-"""seconds that the end of a server waits for the database"""
+"""Seconds that the end of a server waits for the database."""
 
 
 class SessionLeases:

@@ -64,7 +64,7 @@ class SessionTurn:
     """A question within a session that is being answered."""
 
     comes_first = False
-    """its answer is written before it is kept"""
+    """Its answer is written before it is kept."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class SessionTurn:
         self._texts: list[str] = []
         self._calls: list[dict[str, Any]] = []
         self._arguments: list[list[str]] = []
-        """the pieces of each call's arguments"""
+        """The pieces of each call's arguments."""
 
     def add(self, new: dict[str, Any]) -> None:
         """Add a piece (OpenAI's delta) to the answer; see `GeneratingApi.make_answer`."""

@@ -23,19 +23,19 @@ from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
 MAX_TITLE_CHARS = 200
 MAX_LISTED = 1000
-"""maximum number of sessions in a list"""
+"""Maximum number of sessions in a list."""
 MAX_SESSION_BYTES = 4 * 1024 * 1024
-"""maximum bytes of a session's messages with those of a new turn; the longest context has fewer"""
+"""Maximum bytes of a session's messages with those of a new turn; the longest context has fewer."""
 LEASE_S = 8.0
-"""seconds for which a session belongs to a turn whose server says nothing more"""
+"""Seconds for which a session belongs to a turn whose server says nothing more."""
 CONNECT_S = 5
-"""seconds for which a call waits for a database server, or for a free connection"""
+"""Seconds for which a call waits for a database server, or for a free connection."""
 Message = dict[str, Any]
-"""one message in OpenAI's format"""
+"""One message in OpenAI's format."""
 Item = dict[str, Any]
-"""one item of a response's conversation"""
+"""One item of a response's conversation."""
 SESSION, RESPONSE = "sess-", "resp_"
-"""how the ids of sessions begin, and those of stored responses, which are rows like these"""
+"""How the ids of sessions begin, and those of stored responses, which are rows like these."""
 
 _tables = sql.MetaData()
 _sessions = sql.Table(
@@ -62,7 +62,7 @@ _sizes = sql.Table(
     sql.Column("messages", sql.Integer, nullable=False),
     sql.Column("bytes", sql.BigInteger, nullable=False),
 )
-"""number and size of each session's messages, known without reading them"""
+"""Number and size of each session's messages, known without reading them."""
 _leases = sql.Table(
     "session_leases",
     _tables,
@@ -70,8 +70,8 @@ _leases = sql.Table(
     sql.Column("turn", sql.String(64), nullable=False),
     sql.Column("ends", sql.Float, nullable=False),
 )
-"""the turn of each session that is being answered at one of several servers; `ends` is a time of
-the database's clock in seconds since the epoch"""
+"""The turn of each session that is being answered at one of several servers; `ends` is a time of
+the database's clock in seconds since the epoch."""
 
 
 class Quota(NamedTuple):
@@ -80,7 +80,7 @@ class Quota(NamedTuple):
     sessions: int = 1000
     messages: int = 100_000
     bytes: int = 64 * 1024 * 1024
-    """size of the messages as JSON"""
+    """Size of the messages as JSON."""
 
 
 class Begun(NamedTuple):
@@ -88,7 +88,7 @@ class Begun(NamedTuple):
 
     messages: list[Message]
     num_bytes: int
-    """size of the messages as JSON"""
+    """Size of the messages as JSON."""
 
 
 class StoredResponse(NamedTuple):
@@ -96,9 +96,9 @@ class StoredResponse(NamedTuple):
 
     response: dict[str, Any]
     before: list[Item]
-    """items before its request"""
+    """Items before its request."""
     asked: list[Item]
-    """those of its request"""
+    """Those of its request."""
 
 
 class _Turns:
@@ -108,7 +108,7 @@ class _Turns:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._line: deque[int] = deque()
-        """the threads that want it; the first one has it"""
+        """The threads that want it; the first one has it."""
 
     def __enter__(self) -> None:
         """Wait for it; raises `TimeoutError`."""
@@ -138,7 +138,7 @@ class SessionStore:
         """Raises `ConfigError` if the database cannot be used."""
         self._quota = quota or Quota()
         self._turns: _Turns | None = None
-        """of transactions, where there is one at a time"""
+        """Of transactions, where there is one at a time."""
         try:
             _make_private(url)
             # Errors are logged, without the texts (`hide_parameters`). A database server may have

@@ -30,10 +30,10 @@ from infer.server.tenancy.limits import tenant_of
 log = logging.getLogger("infer.server")
 
 MAX_PAGE = 100
-"""items in one answer, at most"""
+"""Items in one answer, at most."""
 PAGE = 20
 MAX_REFERENCED = 64
-"""responses in which the references of one request are looked for"""
+"""Responses in which the references of one request are looked for."""
 REFERENCE = "item_reference"
 ORDERS = ("asc", "desc")
 _QUERY: Mapping[str, Mapping[str, Any]] = {
@@ -47,7 +47,7 @@ class ResponseTurn:
     """A response that is being answered and is to be stored."""
 
     comes_first = True
-    """it is stored before its answer is written, which says whether it is"""
+    """It is stored before its answer is written, which says whether it is."""
 
     def __init__(
         self, sessions: SessionRoutes, owner: str, before: list[Item], asked: list[Item]

@@ -23,21 +23,22 @@ from infer.server.tenancy.local_limits import LocalLimits
 from infer.server.tenancy.token_bucket import Bucket
 
 ANSWER_S = 0.05
-"""seconds that a request waits for the authority"""
+"""Seconds that a request waits for the authority."""
 BEAT_S = 0.25
-"""seconds between two sync messages while nothing is asked for"""
+"""Seconds between two sync messages while nothing is asked for."""
 LEFT_S = 0.02
-"""seconds after which the authority knows of a request that has ended, and of what it gives back"""
+"""Seconds after which the authority knows of a request that has ended, and of what it gives back.
+"""
 CALL_S = 2.0
-"""seconds after which a sync message without an answer is given up, and another one sent"""
+"""Seconds after which a sync message without an answer is given up, and another one sent."""
 LOG_S = 10.0
-"""seconds between two warnings that the authority does not answer"""
+"""Seconds between two warnings that the authority does not answer."""
 _PURGE_EVERY = 1024
-"""sync messages between two searches for buckets that are full, which are dropped"""
+"""Sync messages between two searches for buckets that are full, which are dropped."""
 
 log = logging.getLogger("infer.server")
 Transport = Callable[[bytes], Awaitable[bytes]]
-"""brings a `LimitSync` to the authority and back its `LimitAnswer`; may raise `AuthorityError`"""
+"""Brings a `LimitSync` to the authority and back its `LimitAnswer`; may raise `AuthorityError`."""
 
 
 class AuthorityError(Exception):
@@ -85,7 +86,7 @@ class FrontLimits(LocalLimits):
         self._is_connected = False
         self._logged_s = -LOG_S
         self._changes: dict[BucketId, BucketChange] = {}
-        """what the authority has not been told"""
+        """What the authority has not been told."""
         self._waiting: list[_Asked] = []
         self._wake = asyncio.Event()
         self._flushing: asyncio.TimerHandle | None = None

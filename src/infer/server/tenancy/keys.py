@@ -50,13 +50,13 @@ class Key:
     """One key, without its secret."""
 
     id: str
-    """random id, used as the tenant's name"""
+    """Random id, used as the tenant's name."""
     name: str
-    """name that the operator has given, unique in the file"""
+    """Name that the operator has given, unique in the file."""
     sha256: str
-    """SHA-256 of the secret, in hexadecimal"""
+    """SHA-256 of the secret, in hexadecimal."""
     created: int = 0
-    """time of creation, in seconds since the epoch"""
+    """Time of creation, in seconds since the epoch."""
     limits: KeyLimits = field(default_factory=KeyLimits)
 
     @property
@@ -67,7 +67,7 @@ class Key:
 
 _UNLIMITED = KeyLimits(max_concurrent=10**9, max_queued=10**9, admin=True)
 ANYBODY = Key(id="", name="", sha256="", limits=_UNLIMITED)
-"""the key of all requests to a server without keys"""
+"""The key of all requests to a server without keys."""
 
 
 class Keys:
@@ -85,7 +85,7 @@ class Keys:
         self._keys: list[Key] = []
         self._by_digest: dict[str, Key] = {}
         self.ids: frozenset[str] = frozenset()
-        """ids of all keys, as the file had them when it was read last; another object each time"""
+        """Ids of all keys, as the file had them when it was read last; another object each time."""
         if must_exist or path.exists():
             self._read()
 

@@ -19,13 +19,13 @@ from infer.server.tenancy.local_limits import decided
 from infer.server.tenancy.token_bucket import Bucket
 
 GRACE_S = 1.0
-"""seconds for which a new authority waits for fronts that it has not heard of"""
+"""Seconds for which a new authority waits for fronts that it has not heard of."""
 SILENT_S = 3.0
-"""seconds of silence after which a front's open requests count no more"""
+"""Seconds of silence after which a front's open requests count no more."""
 FORGET_S = 60.0
-"""seconds of silence after which a front is forgotten"""
+"""Seconds of silence after which a front is forgotten."""
 _PURGE_EVERY = 1024
-"""sync messages between two searches for full buckets and silent fronts, which are dropped"""
+"""Sync messages between two searches for full buckets and silent fronts, which are dropped."""
 
 
 @dataclass
@@ -33,11 +33,11 @@ class _Front:
     """What is known about a front."""
 
     number: int = 0
-    """number of its latest sync message"""
+    """Number of its latest sync message."""
     heard_s: float = 0.0
     num_open: dict[str, int] = field(default_factory=dict)
     unconfirmed: list[tuple[BucketId, float]] = field(default_factory=list)
-    """what its latest sync message has taken from buckets"""
+    """What its latest sync message has taken from buckets."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class LimitAuthority:
         self._is_open = False
         self._fronts: dict[str, _Front] = {}
         self._entries: dict[BucketId, _Entry] = {}
-        """the latest changed one is the last"""
+        """The latest changed one is the last."""
         self._version = 0
         self._num_syncs = 0
 

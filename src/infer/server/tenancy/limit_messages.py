@@ -10,25 +10,25 @@ from __future__ import annotations
 import msgspec
 
 BucketName = str
-"""`requests` or `tokens`; empty = none"""
+"""`requests` or `tokens`; empty = none."""
 BucketId = tuple[str, BucketName]
-"""id of a key, and name of its bucket"""
+"""Id of a key, and name of its bucket."""
 
 
 class LimitAsk(msgspec.Struct, array_like=True, frozen=True):
     """What a request wants of its key's limits: all of it, or nothing."""
 
     key: str
-    """id of the key"""
+    """Id of the key."""
     bucket: BucketName
     per_minute: int
-    """size of the bucket; 0 without one"""
+    """Size of the bucket; 0 without one."""
     amount: float
-    """amount to take from the bucket"""
+    """Amount to take from the bucket."""
     num_opened: int = 0
-    """requests to count as open: 0 or 1"""
+    """Requests to count as open: 0 or 1."""
     max_open: int = 0
-    """requests of the key that may be open at all fronts together"""
+    """Requests of the key that may be open at all fronts together."""
 
 
 class LimitVerdict(msgspec.Struct, array_like=True, frozen=True):
@@ -36,11 +36,11 @@ class LimitVerdict(msgspec.Struct, array_like=True, frozen=True):
 
     is_granted: bool
     is_full: bool = False
-    """whether it was refused because too many requests are open"""
+    """Whether it was refused because too many requests are open."""
     level: float = 0.0
-    """amount in the bucket, after this"""
+    """Amount in the bucket, after this."""
     wait_s: float = 0.0
-    """seconds until the bucket has the amount; 0 = now"""
+    """Seconds until the bucket has the amount; 0 = now."""
 
 
 class BucketChange(msgspec.Struct, array_like=True, frozen=True):
@@ -65,36 +65,36 @@ class LimitSync(msgspec.Struct, array_like=True, frozen=True):
     """From a front to the authority."""
 
     front: str
-    """name of the front, unique to its process"""
+    """Name of the front, unique to its process."""
     number: int
-    """1, 2, ... of this front"""
+    """1, 2, ... of this front."""
     confirmed: int
-    """the latest number whose answer the front has seen"""
+    """The latest number whose answer the front has seen."""
     generation: str
-    """the authority that the front knows; empty = none"""
+    """The authority that the front knows; empty = none."""
     version: int
-    """the `version` of the latest answer that the front has seen"""
+    """The `version` of the latest answer that the front has seen."""
     asks: list[LimitAsk]
     changes: list[BucketChange]
     num_open: dict[str, int]
-    """open requests at this front, by key id"""
+    """Open requests at this front, by key id."""
 
 
 class LimitAnswer(msgspec.Struct, array_like=True, frozen=True):
     """From the authority to a front. Another generation than the front's: it did nothing."""
 
     generation: str
-    """random name of this authority, which knows nothing of those before it"""
+    """Random name of this authority, which knows nothing of those before it."""
     number: int
-    """that of the sync message"""
+    """That of the sync message."""
     version: int = 0
-    """number of changes of all buckets so far"""
+    """Number of changes of all buckets so far."""
     is_open: bool = False
-    """whether it decides; if not, there are no verdicts and fronts use their shares"""
+    """Whether it decides; if not, there are no verdicts and fronts use their shares."""
     verdicts: list[LimitVerdict] = []
-    """one for each ask"""
+    """One for each ask."""
     levels: list[BucketLevel] = []
-    """the buckets that have changed since the `version` of the sync message"""
+    """The buckets that have changed since the `version` of the sync message."""
 
 
 encode = msgspec.msgpack.Encoder().encode

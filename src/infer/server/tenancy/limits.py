@@ -22,24 +22,24 @@ from infer.server.tenancy.reader_places import ReaderPlaces
 from infer.types import Request
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
-"""paths that need no key"""
+"""Paths that need no key."""
 WATCH_S = 0.25
-"""interval in seconds at which the file of keys is checked while requests are open"""
+"""Interval in seconds at which the file of keys is checked while requests are open."""
 ADMIN_PATHS = frozenset(
     {"/metrics", "/stats", "/v1/engine/comparisons", "/v1/models/load", "/v1/models/unload"}
 )
-"""paths that need a key with the right `admin`"""
+"""Paths that need a key with the right `admin`."""
 CHARS_A_TOKEN = 4
-"""characters per token at which text other than prompts is charged"""
+"""Characters per token at which text other than prompts is charged."""
 FREE_CPU_S, TOKENS_A_CPU_SECOND = 0.1, 1000
 """CPU seconds of one job that cost nothing beyond its characters, and tokens at which each further
-second is charged"""
+second is charged."""
 RESERVED_PART = 8
-"""one part in so many of an engine's queue is for keys of which nothing waits"""
+"""One part in so many of an engine's queue is for keys of which nothing waits."""
 AGENT_PART = 4
-"""one part in so many of a bucket is taken before a request that may use more than all of it"""
+"""One part in so many of a bucket is taken before a request that may use more than all of it."""
 MAX_MINUTES = 4
-"""minutes of a key's tokens that one request may use; beyond one minute the bucket goes below 0"""
+"""Minutes of a key's tokens that one request may use; beyond one minute the bucket goes below 0."""
 
 
 def costs(method: str, path: str) -> bool:
@@ -62,7 +62,7 @@ class Tenant:
         self._num_generating = 0
         requests, tokens = key.limits.requests_per_minute, key.limits.tokens_per_minute
         self._sizes = {"requests": requests or 0, "tokens": tokens or 0}
-        """of the key's buckets; 0: there is none"""
+        """Of the key's buckets; 0: there is none."""
 
     @property
     def visible_to(self) -> str | None:
@@ -254,10 +254,10 @@ class AuthMiddleware:
         self._limits = limits
         self._tenants: dict[str, Tenant] = {}
         self._known: frozenset[str] = frozenset()
-        """`Keys.ids` when tenants of other keys were forgotten last"""
+        """`Keys.ids` when tenants of other keys were forgotten last."""
         self._anybody = Tenant(ANYBODY)
         self._open: dict[str, list[RequestContext]] = {}
-        """contexts of open requests by key id; those of a revoked key are ended"""
+        """Contexts of open requests by key id; those of a revoked key are ended."""
         self._watching = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,9 +16,9 @@ class LocalLimits:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._num_shares = 1
-        """number of such processes that divide the limits"""
+        """Number of such processes that divide the limits."""
         self._buckets: dict[BucketId, Bucket] = {}
-        """those not here are full"""
+        """Those not here are full."""
         self._num_open: Counter[str] = Counter()
 
     async def acquire(self, ask: LimitAsk) -> LimitVerdict:

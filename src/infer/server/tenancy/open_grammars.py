@@ -25,7 +25,7 @@ class OpenGrammars:
             "MiB of compiled grammars in use", limits.max_grammar_mib_of_key, limits.max_grammar_mib
         )
         self._open: Counter[tuple[str, Grammar]] = Counter()
-        """requests by owner and grammar"""
+        """Requests by owner and grammar."""
 
     def enter(self, owner: str, requests: Iterable[Request], cleanup: ExitStack) -> None:
         """Count the grammars of a key's requests until `cleanup` is closed.

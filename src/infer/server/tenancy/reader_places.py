@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 MAX_READERS_OF_KEY = 64
-"""readers that one key may have at the same time"""
+"""Readers that one key may have at the same time."""
 
 
 class EndsEarly(Protocol):

@@ -27,21 +27,21 @@ FOLDER = Path(__file__).parent
 PREFIX = "/ui/"
 START = "index.html"
 WORKER = "sw.js"
-"""the service worker, which keeps the page's files; its scope is the page, above its folder"""
+"""The service worker, which keeps the page's files; its scope is the page, above its folder."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
     " manifest-src 'self'; worker-src 'self'; img-src 'self' data:;"
     " base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types lit-html dompurify infer-worker"
 )
-"""the Content-Security-Policy of every file"""
+"""The Content-Security-Policy of every file."""
 NEEDED = (
     "index.html",
     "main.js",
     *(f"vendor/{name}.js" for name in ("core", "highlight", "katex", "uplot", "schema")),
     "vendor/uplot.css",
 )
-"""files without which the page, or a part of it, does not work"""
+"""Files without which the page, or a part of it, does not work."""
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -51,7 +51,7 @@ _TYPES = {
     ".txt": "text/plain; charset=utf-8",
     ".webmanifest": "application/manifest+json",
 }
-"""media types by suffix; files with other suffixes are not served"""
+"""Media types by suffix; files with other suffixes are not served."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _File:
 
     body: bytes
     compressed: bytes
-    """the body as gzip"""
+    """The body as gzip."""
     etag: str
     media_type: str
 

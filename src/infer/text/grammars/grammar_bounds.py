@@ -24,13 +24,13 @@ from infer.types.grammar import Grammar
 
 _LIMIT = 2**63
 _BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
-"""keyword of a bound → 1 if no number is below it, -1 if none is above it"""
+"""Keyword of a bound → 1 if no number is below it, -1 if none is above it."""
 MAX_REMAINDERS = 500_000
 """Maximum number of remainders of `multipleOf` for one value, multiplied where several hold."""
 _VALUES = {"const", "default", "enum", "examples"}
-"""keywords behind which there are values, not schemas"""
+"""Keywords behind which there are values, not schemas."""
 _FIXED_VALUES = ("const", "enum")
-"""those of them that are enforced"""
+"""Those of them that are enforced."""
 _MAX_DIGITS_ALONE = 10**17
 """Largest number up to which a bound is enforced where no other bound limits the digits."""
 _MIN_FRACTION = 1e-60
@@ -43,7 +43,7 @@ _MAX_ROUND = 100
 """What is left of a round number without the zeros at its end is smaller; such numbers have small
 automata."""
 _SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
-"""keywords whose schemas hold for the same value"""
+"""Keywords whose schemas hold for the same value."""
 
 
 def problem_of_bounds(grammar: Grammar) -> str:
@@ -154,7 +154,7 @@ class _Remainders:
     def __init__(self, schema: Any) -> None:
         self._schema = schema
         self._known: dict[int, int] = {}
-        """by the id of a part; 1 while it is looked at, which ends cycles"""
+        """By the id of a part; 1 while it is looked at, which ends cycles."""
 
     def of(self, node: Any) -> int:
         """The product of those of all schemas that hold for the same value as `node`, which stops

@@ -13,13 +13,13 @@ from typing import Any
 
 Node = dict[str, Any]
 Target = Callable[[Node], Any]
-"""the schema that the `$ref` of a node means; None if there is none"""
+"""The schema that the `$ref` of a node means; None if there is none."""
 
 NOTES = frozenset(
     ("$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType",
      "default", "definitions", "description", "examples", "id", "readOnly", "title", "writeOnly")
 )  # fmt: skip
-"""keywords beside which a `$ref` is bare to llguidance"""
+"""Keywords beside which a `$ref` is bare to llguidance."""
 LISTS = ("allOf", "anyOf", "oneOf")
 
 

@@ -142,7 +142,7 @@ class _Relaxing:
         self._references: list[tuple[dict[str, Any], _Path]] = []
         self._visited: list[tuple[dict[str, Any], _Path]] = []
         self._loops: dict[int, bool] = {}
-        """whether a reference means only itself, by the ids of nodes that were asked"""
+        """Whether a reference means only itself, by the ids of nodes that were asked."""
 
     def run(self) -> None:
         seen = set[int]()

@@ -17,7 +17,7 @@ import tokenizers
 
 _NAMED_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _NEVER_A_BYTE = b"\xff"
-"""a byte that no text has; llguidance marks special tokens with it"""
+"""A byte that no text has; llguidance marks special tokens with it."""
 _NO_LETTER = 0x10FFFF
 
 
@@ -25,9 +25,9 @@ class TokenPieces(NamedTuple):
     """A vocabulary's tokens by their ids, without holes."""
 
     pieces: list[bytes]
-    """the bytes of each; the name of a special one"""
+    """The bytes of each; the name of a special one."""
     special: list[int]
-    """ids of the tokens that stand for no text"""
+    """Ids of the tokens that stand for no text."""
 
 
 def token_pieces(tokenizer: tokenizers.Tokenizer, vocab: Mapping[str, int]) -> TokenPieces | None:

@@ -47,8 +47,8 @@ _QUOTES: Mapping[str, tuple[str, str]] = {
 _FAMILIES = {family.name: family for family in FAMILIES}
 _PROBE = "probe{}"
 TEXT_GRAMMAR = "text_grammar"
-"""member of a function whose only parameter is a text: the grammar of that text, which only tagged
-values can have, since elsewhere a text is written with escapes"""
+"""Member of a function whose only parameter is a text: the grammar of that text, which only tagged
+values can have, since elsewhere a text is written with escapes."""
 _MAX_LENGTH = 1000
 """Largest `maxLength` of a text without quotes."""
 
@@ -106,7 +106,7 @@ class _Writer:
         self._family = _FAMILIES.get(way.name)
         self._rules: list[str] = []
         self._texts: list[str] = []
-        """grammars of the caller"""
+        """Grammars of the caller."""
         self._ends = tuple(ends)
         self._all_special = special
         frame = self._frame(2)

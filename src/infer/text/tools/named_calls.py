@@ -43,12 +43,12 @@ SECTION = Syntax(
     lambda head: _OVER,
     max_head_chars=MAX_HEAD_CHARS,
 )
-"""functionary's `>>>name`, a new line and an object."""
+"""Functionary's `>>>name`, a new line and an object."""
 FUNCTION = Syntax(
     re.compile(rf"\s*(?P<name>[^\s<>{{}}]+)\s*>\s*{_OBJECT}"),
     lambda head: Tail(closing="</function>"),
 )
-"""functionary's `<function=name>{…}</function>`."""
+"""Functionary's `<function=name>{…}</function>`."""
 
 DEEPSEEK = Syntax(
     re.compile(

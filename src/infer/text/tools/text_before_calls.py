@@ -15,16 +15,16 @@ from infer.text.tools.formats import HARMONY, ToolFormat
 from infer.text.tools.value_rules import NotExpressibleError, escaped
 
 TEXT, OPENED = "free", "opened"
-"""rules: a text without calls; a text up to the first mark of calls, and the mark"""
+"""Rules: a text without calls; a text up to the first mark of calls, and the mark."""
 
 
 class TextRules(NamedTuple):
     """What comes before calls."""
 
     rules: tuple[str, ...]
-    """`TEXT` and `OPENED`"""
+    """`TEXT` and `OPENED`."""
     rest: str
-    """what follows the mark before the name of the first call"""
+    """What follows the mark before the name of the first call."""
 
 
 def text_before_calls(

@@ -39,7 +39,7 @@ class Dialect(NamedTuple):
     marks: tuple[str, ...]
     """What a text does not have, the mark around it first."""
     words: Mapping[str, str]
-    """true, false and null."""
+    """True, false and null."""
     has_bare_keys: bool
     """Whether keys have no quotes."""
     colon: str

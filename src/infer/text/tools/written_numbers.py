@@ -9,7 +9,7 @@ from typing import Any
 
 Message = dict[str, Any]
 MAX_DIGITS = 300
-"""length of a number beyond which it is not looked at"""
+"""Length of a number beyond which it is not looked at."""
 
 
 class _Marked:
@@ -57,9 +57,9 @@ class WrittenNumbers:
         """`mark`: a character that occurs nowhere in the messages or the template."""
         self._mark = mark
         self._written: list[tuple[str, str]] = []
-        """of each mark, the number as it is written, and as JSON's writer writes it"""
+        """Of each mark, the number as it is written, and as JSON's writer writes it."""
         self.turns = [self._marked(turn) for turn in turns]
-        """the messages with marks"""
+        """The messages with marks."""
 
     def _marked(self, turn: Message) -> Message:
         calls = turn.get("tool_calls")

@@ -38,7 +38,7 @@ class GrammarChecker:
         """`vocabulary` is called whenever a new process starts."""
         self.workers = UntrustedWorkers("grammar", vocabulary)
         self._verdicts: OrderedDict[Grammar, Verdict] = OrderedDict()
-        """the least recently used first"""
+        """The least recently used first."""
         self._lock = threading.Lock()
 
     def check(self, grammar: Grammar) -> int:

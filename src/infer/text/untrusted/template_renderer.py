@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 Rendered = dict[str, Any]
-"""`{"text": the prompt}`, `{"problem": a sentence}`, or `{"exceeds": a limit of the process}`"""
+"""`{"text": the prompt}`, `{"problem": a sentence}`, or `{"exceeds": a limit of the process}`."""
 
 _TOO_LARGE: Rendered = {"exceeds": "memory"}
 CANNOT = "the model's chat template cannot render these messages"
