@@ -75,7 +75,7 @@ class Case:
         return QKRotation(angles.cos(), angles.sin(), norms)
 
     def backend(
-        self, kind: Callable[..., AttentionBackend], turn: QKRotation | None = None
+        self, kind: Callable[..., AttentionBackend], rotation: QKRotation | None = None
     ) -> Callable[[], float]:
         """A function that computes attention in the next layer and returns the seconds."""
         backend = kind(self.keys, self.values, num_heads=self.heads, scale=self.scale)
@@ -85,7 +85,7 @@ class Case:
         def attend() -> float:
             layer = next(count) % len(self.keys)
             started = time.perf_counter()
-            backend(layer, self.q, self.k, self.v, turn)
+            backend(layer, self.q, self.k, self.v, rotation)
             return time.perf_counter() - started
 
         return attend
@@ -118,14 +118,14 @@ def measure(case: Case, data: torch.Tensor, rounds: int) -> tuple[float, float, 
 
 def measure_rotation(case: Case, rounds: int) -> tuple[float, float, float]:
     """Medians of the seconds: attention without a rotation and with one, and torch's rotation."""
-    turn = case.rotation()
+    rotation = case.rotation()
 
     def by_torch() -> float:
         started = time.perf_counter()
-        turn(case.q, case.k)
+        rotation(case.q, case.k)
         return time.perf_counter() - started
 
-    ways = (case.backend(NativeBackend), case.backend(NativeBackend, turn))
+    ways = (case.backend(NativeBackend), case.backend(NativeBackend, rotation))
     times: list[list[float]] = [[], []]
     for i in range(20 * rounds):
         for which in (i % 2, 1 - i % 2):

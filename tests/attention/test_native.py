@@ -230,9 +230,9 @@ class OwnDecodePath:
         self.used.plan(layout)
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation | None = None
     ) -> Tensor:
-        return self.used(layer, q, k, v, turn)
+        return self.used(layer, q, k, v, rotation)
 
 
 @pytest.mark.skipif(len(ISAS) < 2, reason="one code path only")

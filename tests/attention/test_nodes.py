@@ -100,7 +100,7 @@ def test_pages_that_are_given_back_are_those_of_each_slice() -> None:
     made.preparing.join()
     keys = made.keys[0]
     keys.fill_(7)
-    made.give_back([(4, 40), (100, 4)])
+    made.release([(4, 40), (100, 4)])
     rows = keys.flatten()
     first, second = rows[: 512 * 16 * 6 * 64].view(512, -1), rows[512 * 16 * 6 * 64 :].view(512, -1)
     for part in (first, second):

@@ -94,10 +94,10 @@ def test_dense_reference_without_any_cache(alone: Tokens) -> None:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        turn: QKRotation | None = None,
+        rotation: QKRotation | None = None,
     ) -> torch.Tensor:
-        assert turn is not None
-        q, k, v = (x.transpose(0, 1)[None] for x in (*turn(q, k), v))
+        assert rotation is not None
+        q, k, v = (x.transpose(0, 1)[None] for x in (*rotation(q, k), v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out[0].transpose(0, 1)
 

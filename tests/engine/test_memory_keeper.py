@@ -29,7 +29,7 @@ class Cells:
         self.runner = runner
         self.num_calls = 0
 
-    def give_back(self, runs: Sequence[Run]) -> None:
+    def release(self, runs: Sequence[Run]) -> None:
         self.num_calls += 1
         for first, count in runs:
             for page in range(first, first + count):

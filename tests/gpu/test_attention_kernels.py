@@ -34,7 +34,7 @@ class Case:
     softcap: float | None = None
     has_slopes: bool = False
     rounded: float | None = None
-    turn: str = "norms"
+    rotation: str = "norms"
     """Norms, plain, only norms or none."""
     ordered: bool = False
     kind: torch.dtype = torch.float32
@@ -86,13 +86,13 @@ class Step:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self.numbers).to(self.case.kind)
 
-    def turn(self) -> QKRotation | None:
-        if self.case.turn == "none":
+    def rotation(self) -> QKRotation | None:
+        if self.case.rotation == "none":
             return None
         norms = None
-        if "norms" in self.case.turn:
+        if "norms" in self.case.rotation:
             norms = HeadNorms(*(Norm(w.to(self.device), 1e-6) for w in self.norms))
-        if self.case.turn == "only norms":
+        if self.case.rotation == "only norms":
             return QKRotation(None, None, norms)
         return QKRotation(self.cos.to(self.device), self.sin.to(self.device), norms)
 
@@ -119,7 +119,7 @@ class Step:
         backend.plan(layout)
         self.num_splits = max(int(items[:, 7].max()) for *_, items in _items(backend))
         q, k, v = self.split(self.qkv.clone().to(self.device))  # q is turned where it is
-        out = backend(0, q, k, v, self.turn())
+        out = backend(0, q, k, v, self.rotation())
         assert not backend._arrived.any(), "a counter is not as the next launch needs it"
         return out
 
@@ -127,12 +127,12 @@ class Step:
         """In float64."""
         heads, groups = self.case.heads
         q, k, v = (part.double() for part in self.split(self.qkv))
-        if "norms" in self.case.turn:
+        if "norms" in self.case.rotation:
             q, k = (
                 x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w.double()
                 for x, w in zip((q, k), self.norms, strict=True)
             )
-        if self.case.turn in ("norms", "plain"):
+        if self.case.rotation in ("norms", "plain"):
             cos, sin = self.cos.double()[:, None], self.sin.double()[:, None]
             q, k = (
                 torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
@@ -206,7 +206,7 @@ def test_a_long_context_is_split_and_merged(device: torch.device) -> None:
 
 @pytest.mark.parametrize("chunks", [MIXED, DECODE], ids=["mixed", "decode"])
 def test_a_window_and_a_soft_cap(chunks: list[tuple[int, int]], device: torch.device) -> None:
-    check(Case(chunks, window=11, softcap=2.0, turn="plain", kind=KINDS[0], page=16), device)
+    check(Case(chunks, window=11, softcap=2.0, rotation="plain", kind=KINDS[0], page=16), device)
 
 
 @pytest.mark.parametrize(
@@ -215,19 +215,19 @@ def test_a_window_and_a_soft_cap(chunks: list[tuple[int, int]], device: torch.de
     ids=["mixed-rounded", "mixed-exact", "decode-rounded", "decode-exact"],
 )
 def test_slopes(chunks: list[tuple[int, int]], rounded: float | None, device: torch.device) -> None:
-    for turn in ("plain", "none"):
-        case = Case(chunks, heads=(4, 2), turn=turn, kind=KINDS[0], has_slopes=True)
+    for rotation in ("plain", "none"):
+        case = Case(chunks, heads=(4, 2), rotation=rotation, kind=KINDS[0], has_slopes=True)
         case.rounded = rounded
         check(case, device)
 
 
 def test_heads_of_512(device: torch.device) -> None:
     for chunks in ([(12, 1), (0, 2)], [(12, 1), (3, 1)]):
-        check(Case(chunks, (4, 2), 512, 16, turn="norms", kind=KINDS[0], softcap=4.0), device)
+        check(Case(chunks, (4, 2), 512, 16, rotation="norms", kind=KINDS[0], softcap=4.0), device)
 
 
 @pytest.mark.parametrize(
-    ("heads", "size", "page", "turn"),
+    ("heads", "size", "page", "rotation"),
     [
         ((3, 3), 80, 512, "none"),
         ((8, 1), 64, 16, "plain"),
@@ -236,10 +236,10 @@ def test_heads_of_512(device: torch.device) -> None:
     ],
 )
 def test_heads_pages_and_turns(
-    heads: tuple[int, int], size: int, page: int, turn: str, device: torch.device
+    heads: tuple[int, int], size: int, page: int, rotation: str, device: torch.device
 ) -> None:
     for chunks in ([(12, 1), (0, 2)], [(12, 1), (3, 1)]):
-        check(Case(chunks, heads, size, page, turn=turn, kind=KINDS[0]), device)
+        check(Case(chunks, heads, size, page, rotation=rotation, kind=KINDS[0]), device)
 
 
 @pytest.mark.parametrize("chunks", [MIXED, [(600, 1), (0, 1)]], ids=["mixed", "decode"])
@@ -249,10 +249,12 @@ def test_the_ordered_mode(chunks: list[tuple[int, int]], device: torch.device) -
 
 def test_in_the_ordered_mode_a_row_has_the_same_bits_in_any_step(device: torch.device) -> None:
     kind = KINDS[0]
-    together = Step(Case([(230, 40)], heads=(2, 1), ordered=True, kind=kind, turn="plain"), device)
+    together = Step(
+        Case([(230, 40)], heads=(2, 1), ordered=True, kind=kind, rotation="plain"), device
+    )
     whole = together.compute()
     for first, count in ((269, 1), (250, 20)):
-        case = Case([(first, count)], heads=(2, 1), ordered=True, kind=kind, turn="plain")
+        case = Case([(first, count)], heads=(2, 1), ordered=True, kind=kind, rotation="plain")
         alone = Step(case, device)
         last = first + count
         # The same sequence, whose earlier cells are those that the first step has written.

@@ -174,15 +174,15 @@ def attention(
     tables = torch.empty(len(chunks), 128, dtype=torch.int64, device=META)
     backend.plan(BatchLayout(starts, lengths, slots, tables))
     qkv = torch.empty(tokens, heads + 2 * groups, size, dtype=BF16, device=META)
-    turn = None
+    rotation = None
     if norms is not None:
         cos, sin = (torch.empty(tokens, size // 2, device=META) for _ in range(2))
         weight = torch.empty(size, device=META)
-        turn = QKRotation(
+        rotation = QKRotation(
             cos, sin, HeadNorms(Norm(weight, 1e-6), Norm(weight, 1e-6)) if norms else None
         )
     q, k, v = qkv.split((heads, groups, groups), 1)
-    backend(0, q, k, v, turn)
+    backend(0, q, k, v, rotation)
 
 
 def layers(width: int, height: int, gate: str | None, rows: int) -> None:

@@ -62,7 +62,7 @@ def turned_keys() -> torch.Tensor:
     q, k, v = torch.randn((3, NUM_TOKENS, HEADS, DIM), generator=made).bfloat16()
     angles = 100 * torch.rand((NUM_TOKENS, DIM // 2), generator=made)
     norm = Norm(1 + torch.rand(DIM, generator=made), 1e-6)
-    turn = QKRotation(angles.cos(), angles.sin(), HeadNorms(norm, norm))
+    rotation = QKRotation(angles.cos(), angles.sin(), HeadNorms(norm, norm))
     num_pages = -(-NUM_TOKENS // PAGE)
     # On some CPUs pages of 16 are interleaved in strips. Pages of 8 are in order on all CPUs.
     shape = (2 * num_pages + 1, PAGE // 2, HEADS, DIM)
@@ -71,7 +71,7 @@ def turned_keys() -> torch.Tensor:
     table = torch.arange(1, 2 * num_pages + 1)[None]
     slots = torch.arange(NUM_TOKENS) + PAGE // 2
     backend.plan(BatchLayout([0, NUM_TOKENS], [NUM_TOKENS], slots, table))
-    backend(0, q, k, v, turn)
+    backend(0, q, k, v, rotation)
     return keys.clone()
 
 

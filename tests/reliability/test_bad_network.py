@@ -26,8 +26,8 @@ NUM_SECONDS = float(os.environ.get("INFER_BAD_NETWORK_S", "60"))
 """Seconds of the scorecard's row; the design's number is an hour."""
 
 
-async def disturb(server: Served, clients: int, for_s: float, patience_s: float) -> dict[str, Any]:
-    """`patience_s`: seconds after which a client gives up."""
+async def disturb(server: Served, clients: int, for_s: float, timeout_s: float) -> dict[str, Any]:
+    """`timeout_s`: seconds after which a client gives up."""
     wanted = bodies(clients, 60)
     calm = [await follow(server.port, body) for body in wanted]
     await asyncio.sleep(0.5)
@@ -40,7 +40,7 @@ async def disturb(server: Served, clients: int, for_s: float, patience_s: float)
         while time.monotonic() < ends_s:
             heard = Heard()
             try:
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(timeout_s):
                     await follow(port, wanted[i], heard)
             except (OSError, EOFError, ValueError, TimeoutError) as error:
                 seen[f"transport: {type(error).__name__}"] += 1
@@ -70,9 +70,9 @@ async def disturb(server: Served, clients: int, for_s: float, patience_s: float)
     }
 
 
-def run(clients: int, for_s: float, patience_s: float, folder: Path) -> dict[str, Any]:
+def run(clients: int, for_s: float, timeout_s: float, folder: Path) -> dict[str, Any]:
     with served(hash_server(step_s=0.002), folder / "log") as server:
-        return asyncio.run(disturb(server, clients, for_s, patience_s))
+        return asyncio.run(disturb(server, clients, for_s, timeout_s))
 
 
 @pytest.mark.slow

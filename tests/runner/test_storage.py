@@ -40,7 +40,7 @@ def test_pages_that_are_given_back_take_no_memory_and_are_zeros(dtype: torch.dty
     made.preparing.join()
     for tensor in tensors:
         tensor.fill_(7)
-    made.give_back([(8, 1000), (2048, 1)])
+    made.release([(8, 1000), (2048, 1)])
     for tensor in tensors:
         assert resident_share(tensor[16:1000]) == 0.0
         assert not tensor[16:1000].any()

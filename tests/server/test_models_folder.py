@@ -40,7 +40,7 @@ def test_folders_and_files_are_models_by_their_names(tmp_path: Path) -> None:
     checkpoint(tmp_path, "mmproj-x.gguf")
     (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
     (tmp_path / "empty").mkdir()
-    found = ModelsFolder(tmp_path).look()
+    found = ModelsFolder(tmp_path).list_models()
     assert {name: path.name for name, path in found.items()} == {
         "C-1.Q4_K_M": "C-1.Q4_K_M.GGUF",
         "a": "a.gguf",
@@ -72,7 +72,7 @@ def test_odd_names_are_left_out_and_told_once(
     checkpoint(tmp_path, f"{name}.gguf")
     folder = ModelsFolder(tmp_path)
     for _ in range(3):
-        assert folder.look() == {}
+        assert folder.list_models() == {}
     assert len(caplog.messages) == 2
     assert all("is not served: a name has letters" in message for message in caplog.messages)
     assert not any("\n" in message for message in caplog.messages)
@@ -91,7 +91,7 @@ def test_hidden_and_special_files_are_none(tmp_path: Path) -> None:
     (tmp_path / "folder.gguf").mkdir()
     (tmp_path / "round").symlink_to("round")
     (tmp_path / "gone.gguf").symlink_to("nowhere")
-    assert ModelsFolder(tmp_path).look() == {}
+    assert ModelsFolder(tmp_path).list_models() == {}
 
 
 def test_links_out_of_the_folder_are_left_out(
@@ -106,23 +106,23 @@ def test_links_out_of_the_folder_are_left_out(
     (mixed / "model.safetensors").symlink_to(outside / "file.gguf")
     inside = checkpoint(folder, "inside")
     (folder / "again").symlink_to(inside)
-    assert list(ModelsFolder(folder).look()) == ["again", "inside"]
+    assert list(ModelsFolder(folder).list_models()) == ["again", "inside"]
     assert sum("link out of the folder" in message for message in caplog.messages) == 3
     (tmp_path / "linked").symlink_to(folder)  # the folder itself may be one
-    assert list(ModelsFolder(tmp_path / "linked").look()) == ["again", "inside"]
+    assert list(ModelsFolder(tmp_path / "linked").list_models()) == ["again", "inside"]
 
 
 def test_a_folder_that_cannot_be_read_or_is_large(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = ModelsFolder(tmp_path / "later")
-    assert folder.look() == folder.look() == {}
+    assert folder.list_models() == folder.list_models() == {}
     assert caplog.messages == ["the folder of models cannot be read: No such file or directory"]
     (tmp_path / "later").mkdir()
     for i in range(5):
         checkpoint(tmp_path / "later", f"m{i}")
-    assert len(folder.look()) == 5
-    assert len(ModelsFolder(tmp_path / "later", max_entries=3).look()) == 3
+    assert len(folder.list_models()) == 5
+    assert len(ModelsFolder(tmp_path / "later", max_entries=3).list_models()) == 3
     assert "only 3 entries" in caplog.messages[-1]
 
 

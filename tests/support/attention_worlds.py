@@ -146,7 +146,7 @@ def run(
         caches += [keys, values]
     own = {} if world.scores == PLAIN else dict(vars(world.scores))
     sinks = own.pop("sinks", ())
-    turn = QKRotation.of(None, None, sinks=torch.tensor(sinks)) if sinks else None
+    rotation = QKRotation.of(None, None, sinks=torch.tensor(sinks)) if sinks else None
     backend = make(
         [keys], [values], num_heads=heads, scale=world.scale, windows=[world.window], **own
     )
@@ -171,9 +171,9 @@ def run(
             q, k, v = (torch.cat(part) for part in zip(*parts, strict=True))
             if fused:  # slices of one projection, as the decoder passes them
                 q, k, v = torch.cat([q, k, v], dim=1).split([heads, groups, groups], dim=1)
-            out = backend(0, q, k, v, turn)
+            out = backend(0, q, k, v, rotation)
             if threads > 1:  # a plan serves all layers
-                assert torch.equal(out, backend(0, q, k, v, turn))
+                assert torch.equal(out, backend(0, q, k, v, rotation))
             for (i, _), first, last in zip(step, starts, starts[1:], strict=False):
                 rows[i].append(out[first:last])
     finally:

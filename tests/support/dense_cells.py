@@ -90,25 +90,25 @@ class DenseCells(SetCells):
         rotations = self.rotations(int(at.max()) + 1)
 
         def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+            layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation | None = None
         ) -> Tensor:
-            if turn is not None and turn.norms is not None:
-                q, k = turn.norms.q(q), turn.norms.k(k)
+            if rotation is not None and rotation.norms is not None:
+                q, k = rotation.norms.q(q), rotation.norms.k(k)
             for cell, key, value in zip(new, k, v, strict=True):
                 cell.keys.append(key.clone())
                 cell.values.append(value.clone())
             keys = torch.stack([c.keys[layer] for c in self.cells])
             values = torch.stack([c.values[layer] for c in self.cells])
             window = config.layer(layer).window
-            rotation = rotations[layer]
-            if rotation is not None and rotation.cos is not None and rotation.sin is not None:
-                cos, sin = rotation.cos[at], rotation.sin[at]
+            tables = rotations[layer]
+            if tables is not None and tables.cos is not None and tables.sin is not None:
+                cos, sin = tables.cos[at], tables.sin[at]
                 q = rotate(q, cos[-len(new) :], sin[-len(new) :])
                 keys = rotate(keys, cos, sin)
-            if turn is not None and turn.factor is not None:
-                q = q * turn.factor
-            if turn is not None and turn.growth is not None:
-                q = q * turn.growth[:, None, None]
+            if rotation is not None and rotation.factor is not None:
+                q = q * rotation.factor
+            if rotation is not None and rotation.growth is not None:
+                q = q * rotation.growth[:, None, None]
             distance = at[-len(new) :, None] - at[None, :]
             mask = torch.tensor(shared) & (distance >= 0)
             if window is not None:
@@ -127,8 +127,8 @@ class DenseCells(SetCells):
                     products = (slopes.bfloat16() * place.bfloat16()).float()
                     scores = scores + products * config.alibi.rounded
             scores = scores.masked_fill(~mask, -torch.inf)
-            if turn is not None and turn.sinks is not None:
-                column = turn.sinks[:, None, None].expand(-1, len(q), 1)
+            if rotation is not None and rotation.sinks is not None:
+                column = rotation.sinks[:, None, None].expand(-1, len(q), 1)
                 scores = torch.cat([scores, column], dim=-1)
             weights = scores.softmax(dim=-1)[..., : len(keys)]
             return torch.einsum("hqk,khd->qhd", weights, values)
@@ -146,10 +146,10 @@ class DenseCells(SetCells):
         found = self._rotations = []
 
         def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+            layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation | None = None
         ) -> Tensor:
             assert layer == len(found)
-            found.append(turn)
+            found.append(rotation)
             return torch.zeros_like(q)
 
         self.model.forward(torch.zeros_like(positions), positions, attend)

@@ -344,11 +344,11 @@ def dense_logits(
     distance = torch.arange(len(tokens))[:, None] - torch.arange(len(tokens))
 
     def attend(
-        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: QKRotation | None
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotation: QKRotation | None
     ) -> torch.Tensor:
         window = config.layer(layer).window or len(tokens)
-        if turn is not None:
-            q, k = turn(q, k)
+        if rotation is not None:
+            q, k = rotation(q, k)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         seen = (distance >= 0) & (distance < window)
         out = F.scaled_dot_product_attention(

@@ -64,9 +64,9 @@ def allowed(process: Path) -> Counter[str]:
 
 def main() -> None:
     """Serve, ask, print, end."""
-    patience_s, options = float(sys.argv[1]), sys.argv[2:]
+    timeout_s, options = float(sys.argv[1]), sys.argv[2:]
     server = subprocess.Popen([sys.executable, "-m", "infer", "serve", "--port", "8000", *options])
-    last_s = time.monotonic() + patience_s
+    last_s = time.monotonic() + timeout_s
     while True:
         assert server.poll() is None, server.returncode
         assert time.monotonic() < last_s, "the server does not become ready"
@@ -79,7 +79,7 @@ def main() -> None:
     where = [{"pages": pages(each), "allowed": allowed(each)} for each in engines()]
     print("PLACED", json.dumps({"answer": text, "engines": where}), flush=True)
     server.terminate()
-    server.wait(patience_s)
+    server.wait(timeout_s)
 
 
 if __name__ == "__main__":

@@ -115,17 +115,17 @@ class NativeBackend:
         )
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation | None = None
     ) -> Tensor:
         """Rotate q and k, store k, v [T, G, D] in the cache, attend: q [T, H, D] → [T, H, D]."""
-        if turn is not None and self._dtype != torch.bfloat16:
-            (q, k), turn = turn(q, k), turn.only_sinks()
+        if rotation is not None and self._dtype != torch.bfloat16:
+            (q, k), rotation = rotation(q, k), rotation.only_sinks()
         q, k, v = self._rows(q), self._rows(k), self._rows(v)
         out = torch.empty(q.shape, dtype=self._dtype)
         self._attend(
             *(*self._layers[layer], q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()),
             *(q.stride(0), k.stride(0), v.stride(0)),
-            *((*[None] * 4, 0.0, *[None] * 3) if turn is None else turn.constants()),
+            *((*[None] * 4, 0.0, *[None] * 3) if rotation is None else rotation.constants()),
         )
         return out
 

@@ -52,11 +52,11 @@ class AttentionBackend(Protocol):
         """Prepare for a step. The runner calls this once per step, before the first layer."""
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation | None = None
     ) -> Tensor:
         """Store this step's k, v [T, G, D] in the cache, then attend: q [T, H, D] → [T, H, D].
 
-        `turn`: head norms and rotation, which are applied to q and k first.
+        `rotation`: norms of heads and the rotation, which q and k get first.
         """
 
 

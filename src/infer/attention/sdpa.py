@@ -148,16 +148,16 @@ class SDPABackend:
         )
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation | None = None
     ) -> Tensor:
         """Rotate q and k, store k, v [T, G, D] in the cache, attend: q [T, H, D] → [T, H, D]."""
-        if turn is not None:
-            q, k = turn(q, k)
+        if rotation is not None:
+            q, k = rotation(q, k)
         keys, values = self._keys[layer], self._values[layer]
         keys.index_copy_(0, self._slots, k)
         values.index_copy_(0, self._slots, v)
         out = torch.empty_like(q)
-        sinks = None if turn is None else turn.sinks
+        sinks = None if rotation is None else rotation.sinks
         for tiles in self._tiles[self._windows[layer]]:
             out.index_copy_(0, tiles.queries, self._attend_tiles(tiles, q, keys, values, sinks))
         return out

@@ -315,20 +315,20 @@ class TritonBackend:
         return self.num_programs // 2 if num_tiles <= FEW_ROWS else self.num_programs
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation | None = None
     ) -> Tensor:
         """Rotate q (in place) and k, store k, v [T, G, D] in the cache, attend.
 
         q [T, H, D] → [T, H, D].
         """
         keys, values = self._caches[layer]
-        if turn is not None and turn.scales_queries:
-            (q, k), turn = turn(q, k), None
+        if rotation is not None and rotation.scales_queries:
+            (q, k), rotation = rotation(q, k), None
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if self._decodes and turn is not None and turn.cos is not None:
-            self._decode(layer, q, k, v, turn, out)
+        if self._decodes and rotation is not None and rotation.cos is not None:
+            self._decode(layer, q, k, v, rotation, out)
             return out
-        self._write(q, k, v, turn, keys, values)
+        self._write(q, k, v, rotation, keys, values)
         window = self._window_of[layer]
         short, num_short, long, num_long = self._lists[window]
         if len(short):
@@ -338,46 +338,53 @@ class TritonBackend:
         return out
 
     def _write(
-        self, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None, keys: Tensor, values: Tensor
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: QKRotation | None,
+        keys: Tensor,
+        values: Tensor,
     ) -> None:
         half = self.head_dim // 2
         heads = 8 if half >= 32 else 16
         cos = sin = q_norm = k_norm = q
         eps = 0.0
-        turns = turn is not None and turn.cos is not None
-        has_norms = turn is not None and turn.norms is not None
-        if turn is not None and turn.cos is not None and turn.sin is not None:
-            cos, sin = turn.cos, turn.sin
-        if turn is not None and turn.norms is not None:
-            (q_norm, k_norm), eps = turn.norms.weights, turn.norms.q.eps
+        rotates = rotation is not None and rotation.cos is not None
+        has_norms = rotation is not None and rotation.norms is not None
+        if rotation is not None and rotation.cos is not None and rotation.sin is not None:
+            cos, sin = rotation.cos, rotation.sin
+        if rotation is not None and rotation.norms is not None:
+            (q_norm, k_norm), eps = rotation.norms.weights, rotation.norms.q.eps
         blocks = triton.cdiv(self.num_heads + 2 * self.num_kv_heads, heads)
         launch(turn_and_write, (q.shape[0], blocks))(
             q, k, v, keys, values, self._slots, cos, sin, q_norm, k_norm,
             q.stride(0), k.stride(0), v.stride(0), cos.stride(0), eps,
             H=self.num_heads, G=self.num_kv_heads, D=self.head_dim,
-            HALF=triton.next_power_of_2(half), HEADS=heads, TURN=turns,
+            HALF=triton.next_power_of_2(half), HEADS=heads, TURN=rotates,
             NORMS=has_norms, PDL=self._pdl, num_warps=2, launch_pdl=self._pdl,
         )  # fmt: skip
 
     def _decode(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation, out: Tensor
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation, out: Tensor
     ) -> None:
-        assert turn.cos is not None
+        assert rotation.cos is not None
         keys, values = self._caches[layer]
         window = self.windows[self._window_of[layer]]
         items, num_items, _, _ = self._lists[self._window_of[layer]]
-        norms = turn.norms
+        norms = rotation.norms
         q_norm, k_norm = (q, k) if norms is None else norms.weights
         num_rows = q.shape[0]
         is_few = num_rows <= FEW_ROWS
         shape = self._crowd if not is_few else self._few if num_rows > LONE_ROWS else self._lone
         launch(decode, (self._programs(num_rows),))(
             q, k, v, keys, values, self._tables, items, num_items,
-            self._partial, self._stats, self._arrived, out, turn.cos, turn.sin, q_norm, k_norm,
+            self._partial, self._stats, self._arrived, out,
+            rotation.cos, rotation.sin, q_norm, k_norm,
             self._slopes, self.scale, self.softcap or 0.0, self._rounded, window,
             0.0 if norms is None else norms.q.eps,
             q.stride(0), k.stride(0), v.stride(0), out.stride(0), self._tables.stride(0),
-            turn.cos.stride(0),
+            rotation.cos.stride(0),
             H=self.num_heads, G=self.num_kv_heads, D=self.head_dim,
             BLOCK_D=triton.next_power_of_2(self.head_dim), PAGE=self.page_size,
             ROWS=shape.rows, TILE=shape.tile,

@@ -33,7 +33,7 @@ _TEXT = "one day the little fox went to the river and saw a red boat under an ol
 _WORDS = _TEXT.split()
 
 Requests = tuple[list[str], list[SamplingParams]]
-Tell = Callable[[str, dict[str, Any]], None]
+Send = Callable[[str, dict[str, Any]], None]
 """Gets the name and the data of an event: `hello`, `frame` or `summary` of a mode."""
 
 
@@ -74,16 +74,16 @@ def recorded(
     requests: Requests,
     seats: int,
     step: Callable[[], None],
-    tell: Tell = lambda name, data: None,
+    send: Send = lambda name, data: None,
 ) -> dict[str, Any]:
     """The recording of one mode; all requests are there from the start. `step` is called before
-    each step, `tell` for each part of the recording."""
+    each step, `send` for each part of the recording."""
     # Several threads of the lowest priority would wait for one another beside a busy engine.
     settings: dict[str, Any] = {"batching_mode": mode, "max_batch_size": seats, "num_threads": 1}
     with LLM(dtype="float32", **settings) as llm:
         llm.generate("warm up", SamplingParams(max_tokens=4))
         before, states, core = llm.stats(), RequestStates(), llm.core
-        recorder = Recorder(lambda frame: tell("frame", frame))
+        recorder = Recorder(lambda frame: send("frame", frame))
         hello = recorder.hello(
             model=llm.model_name,
             mode=mode,
@@ -91,7 +91,7 @@ def recorded(
             page_size=core.scheduler.allocator.page_size,
             max_seq_len=core.scheduler.config.max_seq_len,
         )
-        tell("hello", hello)
+        send("hello", hello)
         first_s: dict[str, float] = {}
         started_s = time.monotonic()
         for number, (prompt, params) in enumerate(zip(*requests, strict=True)):
@@ -118,7 +118,7 @@ def recorded(
         }
         summary = _summary(counts, duration_s, sorted(first_s.values()))
         recording = recorder.document(hello, summary)
-        tell("summary", summary)
+        send("summary", summary)
         return recording
 
 
@@ -141,16 +141,16 @@ def compared(
     seats: int,
     num_requests: int,
     step: Callable[[], None] = lambda: None,
-    tell: Tell = lambda name, data: None,
+    send: Send = lambda name, data: None,
 ) -> dict[str, Any]:
     """The recordings of all modes, as JSON values."""
     requests = WORKLOADS[workload](num_requests)
     about = {"workload": workload, "seats": seats, "num_requests": num_requests}
-    tell("comparison", {**about, "modes": MODES})
+    send("comparison", {**about, "modes": MODES})
     return {
         "object": "engine.comparison",
         **about,
-        "recordings": [recorded(mode, requests, seats, step, tell) for mode in MODES],
+        "recordings": [recorded(mode, requests, seats, step, send) for mode in MODES],
     }
 
 

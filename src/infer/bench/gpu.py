@@ -76,11 +76,11 @@ ANY_MODEL = {
 
 
 def measure_gpu(
-    config: EngineConfig, tell: Callable[[Row], None], *, quick: bool = False
+    config: EngineConfig, print_row: Callable[[Row], None], *, quick: bool = False
 ) -> dict[str, Any]:
     """Everything that was measured, as plain data.
 
-    `tell` is called with each row as soon as it is measured. With `quick`, only one stream and
+    `print_row` is called with each row as soon as it is measured. With `quick`, only one stream and
     prompts are measured. Raises `ConfigError` where the GPU cannot be used.
     """
     if not torch.cuda.is_available():
@@ -94,7 +94,7 @@ def measure_gpu(
 
     def note(row: Row) -> None:
         rows.append(row)
-        tell(row)
+        print_row(row)
 
     started_s = time.perf_counter()
     core = build_core(config)

@@ -194,11 +194,13 @@ def _attention(
     q, k, v = torch.split(qkv.to(attention.caches[0].dtype), [heads, groups, groups], 1)
     angles = torch.rand(starts[-1], size // 2, device=device)
     norm = Norm(torch.ones(size, device=device), 1e-6)
-    turn = QKRotation(angles.cos(), angles.sin(), HeadNorms(norm, norm) if shape.qk_norm else None)
+    rotation = QKRotation(
+        angles.cos(), angles.sin(), HeadNorms(norm, norm) if shape.qk_norm else None
+    )
 
     def work() -> None:
         for layer in range(shape.num_layers):
-            attention.backend(layer, q, k, v, turn)
+            attention.backend(layer, q, k, v, rotation)
 
     return work
 

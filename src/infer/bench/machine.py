@@ -34,7 +34,7 @@ from infer.errors import ConfigError
 from infer.kernels import cuda, loader
 from infer.kernels.invariance import linears
 from infer.kernels.linear import Linear, make_linear
-from infer.kernels.native import of_head, weight_bytes
+from infer.kernels.native import lm_head_quantization, weight_bytes
 from infer.models.model import build_model
 from infer.models.model_config import ModelConfig
 from infer.models.weights import WeightSource
@@ -76,7 +76,7 @@ def _measure(config: EngineConfig, device: torch.device, threads: int) -> dict[s
     if floor_of is not None:
         head = (floor_of.config.hidden_size, floor_of.config.vocab_size)
     layers = [
-        _layer(shape, count, dtype, of_head(held) if shape == head else held, device)
+        _layer(shape, count, dtype, lm_head_quantization(held) if shape == head else held, device)
         for shape, count in shapes.items()
     ]
     best = max(read["best"], *(row["gb_s"] for layer in layers for row in layer["rows"]))

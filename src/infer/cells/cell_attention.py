@@ -60,11 +60,11 @@ class CellAttention:
             self._exact[window].plan(layout)
 
         def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+            layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation | None = None
         ) -> Tensor:
             window = self._window_of[layer]
             backend = self.backend if window is None else self._exact[window]
-            return backend(layer, q, k, v, turn)
+            return backend(layer, q, k, v, rotation)
 
         return attend
 
@@ -138,9 +138,9 @@ def _keys_at(model: Model, tokens: Tensor, position: int) -> list[Tensor]:
     keys: list[Tensor] = []
 
     def attend(
-        layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+        layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation | None = None
     ) -> Tensor:
-        q, k = (q, k) if turn is None else turn(q, k)
+        q, k = (q, k) if rotation is None else rotation(q, k)
         keys.append(k.clone().unsqueeze(1))
         return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
@@ -152,9 +152,9 @@ def stopping_at(attend: Attend, check: Callable[[], None]) -> Attend:
     """The same attention with a call of `check`, which may raise, before each layer's."""
 
     def checked(
-        layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+        layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation | None = None
     ) -> Tensor:
         check()
-        return attend(layer, q, k, v, turn)
+        return attend(layer, q, k, v, rotation)
 
     return checked

@@ -286,7 +286,7 @@ def gpu(
 
     notes = Console(stderr=True)
 
-    def tell(row: Row) -> None:
+    def print_row(row: Row) -> None:
         share = "" if row.share is None else f"{100 * row.share:.0f} % of the limit"
         wanted = "" if row.wanted is None else f"wanted {row.wanted:g}: {'ok' if row.ok else 'NO'}"
         value = "unmeasured" if row.measured is None else f"{row.measured:,.3f}"
@@ -294,7 +294,7 @@ def gpu(
 
     try:
         config = EngineConfig.from_kwargs(model=model, device="cuda", **settings)
-        found = measure_gpu(config, tell, quick=quick)
+        found = measure_gpu(config, print_row, quick=quick)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     peaks = found["peaks"]

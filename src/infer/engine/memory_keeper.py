@@ -24,7 +24,7 @@ huge pages are not cut into small pieces."""
 class PageStorage(Protocol):
     """The memory of pages."""
 
-    def give_back(self, runs: Sequence[Run]) -> None:
+    def release(self, runs: Sequence[Run]) -> None:
         """Give the memory of pages back to the system; they are zeros when they are used again."""
 
     @property
@@ -85,7 +85,7 @@ class MemoryKeeper:
             for pool in (self._pool, *self._others):
                 before = pool.allocator.begin_period() - PERIODS
                 shortest = -(-RUN_BYTES * pool.storage.num_tensors // pool.storage.page_bytes)
-                self._give_back(pool, before=before, shortest=shortest)
+                self._release(pool, before=before, shortest=shortest)
         self._fit()
 
     def _fit(self) -> None:
@@ -97,7 +97,7 @@ class MemoryKeeper:
         limit = min(allocator.num_usable, max(least, wanted))
         if room < 0:
             for pool in self._others:
-                self._give_back(pool, at_least=-(room // pool.storage.page_bytes))
+                self._release(pool, at_least=-(room // pool.storage.page_bytes))
         is_scarce, self._is_scarce = self._is_scarce, room < 0
         if self._is_scarce and not is_scarce:
             log.info(
@@ -109,12 +109,12 @@ class MemoryKeeper:
             allocator.limit = limit
             self._scheduler.keep_within_limit()
         if (excess := allocator.num_touched - limit) > 0:
-            self._give_back(self._pool, at_least=excess)
+            self._release(self._pool, at_least=excess)
 
-    def _give_back(
+    def _release(
         self, pool: Pool, *, before: int | None = None, at_least: int = 0, shortest: int = 1
     ) -> None:
         runs = pool.allocator.take_back(before=before, at_least=at_least, shortest=shortest)
         if runs:
-            pool.storage.give_back(runs)
+            pool.storage.release(runs)
             self.num_given_back += sum(count for _, count in runs) * pool.storage.page_bytes

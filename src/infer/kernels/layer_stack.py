@@ -225,8 +225,8 @@ class LayerStack:
             for norm, some in zip(parts.all_heads, split, strict=False):
                 some.copy_(_normed(norm, some))
             q, k, v = (part.view(len(x), -1, self._head_dim) for part in split)
-            turn = QKRotation.of(angles[index], parts.norms, parts.factor, growth)
-            attended = attend(index, q, k, v, turn).reshape(-1, q_size)
+            rotation = QKRotation.of(angles[index], parts.norms, parts.factor, growth)
+            attended = attend(index, q, k, v, rotation).reshape(-1, q_size)
             scale = parts.residual_scale
             between = _added(parts.o, parts.after_attention, scale, attended, x)
             if parts.before_mlp.norm is not None or not parts.is_parallel:

@@ -638,7 +638,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts))
 
 
-def one_more(weight: Tensor) -> Tensor:
+def add_one(weight: Tensor) -> Tensor:
     """1 + weight, in float32. In place, which torch computes in C++ on the meta device; see
     `joined`."""
     return weight.to(torch.float32, copy=True).add_(1.0)

@@ -65,7 +65,7 @@ def products(dtype: str, quantization: str | None, blocks: Sequence[str] = ()) -
     return f"native, {isa}"
 
 
-def of_head(quantization: str | None) -> str | None:
+def lm_head_quantization(quantization: str | None) -> str | None:
     """The quantization of the output head: int8 where other layers have int4.
 
     The head's errors directly change the probabilities.
@@ -78,7 +78,11 @@ def embedding_is_packed(dtype: str, quantization: str | None) -> bool:
 
     `quantization`: of the linear layers. A head in int8 has other numbers than the embedding.
     """
-    return dtype == "bfloat16" and of_head(quantization) is None and native_obstacle() is None
+    return (
+        dtype == "bfloat16"
+        and lm_head_quantization(quantization) is None
+        and native_obstacle() is None
+    )
 
 
 def weight_bytes(quantization: str | None, number_bytes: int, width: int) -> float:

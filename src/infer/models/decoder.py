@@ -18,11 +18,11 @@ from infer.kernels.linear import (
     NativeLinear,
     Norm,
     PackedEmbedding,
+    add_one,
     joined,
     make_linear,
-    one_more,
 )
-from infer.kernels.native import of_head
+from infer.kernels.native import lm_head_quantization
 from infer.kernels.rotary import Angles, HeadNorms, QKRotation
 from infer.kernels.rows import BETA, Activation, RowNorm
 from infer.models.arrangement import arrange
@@ -39,8 +39,8 @@ AnyNorm = Norm | LayerNorm
 def make_norm(form: NormForm, source: WeightSource, name: str, size: int, eps: float) -> AnyNorm:
     """The norm with the tensors `name`.weight and `name`.bias, over the last `size` numbers."""
     weight = None
-    if form.one_more:
-        weight = one_more(source.take(f"{name}.weight", (size,)))
+    if form.add_one:
+        weight = add_one(source.take(f"{name}.weight", (size,)))
     elif form.weight:
         weight = source.keep(f"{name}.weight", (size,))
     bias = source.keep(f"{name}.bias", (size,)) if form.bias else None
@@ -91,7 +91,7 @@ class Attention:
         """Attention sinks, [H]."""
         if layer.form.sinks:
             sinks = source.keep(f"{prefix}sinks.", (layer.num_heads,))
-            self.sinks = sinks.to(torch.float32, copy=True)  # as in `one_more`, in C++
+            self.sinks = sinks.to(torch.float32, copy=True)  # as in `add_one`, in C++
         self.own_norms: tuple[RowNorm | LayerNorm, ...] = ()
         """Norms of queries and of keys that are applied here."""
         if layer.qk_norm:
@@ -110,12 +110,12 @@ class Attention:
             )
         else:
             q, k = (source.keep(name, (size,)) for name in (q_name, k_name))
-            if form.norm.one_more:
-                q, k = one_more(q), one_more(k)
+            if form.norm.add_one:
+                q, k = add_one(q), add_one(k)
             if form.qk_norm == "rotated":
                 # Rotation keeps the mean of squares, so the norms' weights alone come after it.
                 # Both are the query's here, so that stored keys are only rotated.
-                self.factor = q.to(torch.float32, copy=True).mul_(k)  # in place: see `one_more`
+                self.factor = q.to(torch.float32, copy=True).mul_(k)  # in place: see `add_one`
                 q = k = torch.ones(size, dtype=q.dtype, device=q.device)
             self.norms = HeadNorms(Norm(q, eps), Norm(k, eps))
 
@@ -138,8 +138,8 @@ class Attention:
         if self.own_norms:
             q, k = map(self._normed, self.own_norms, (q, k))
         own = angles[layer.index]
-        turn = QKRotation.of(own, self.norms, self.factor, growth, self.sinks)
-        out = attend(layer.index, q, k, v, turn)
+        rotation = QKRotation.of(own, self.norms, self.factor, growth, self.sinks)
+        out = attend(layer.index, q, k, v, rotation)
         return self.o(out.reshape(-1, self.q_size), residual)
 
     @staticmethod
@@ -400,7 +400,7 @@ def output_head(
         weights,
         bias,
         fusion,
-        quantization=of_head(source.quantization),
+        quantization=lm_head_quantization(source.quantization),
         batch_invariant=source.batch_invariant,
     )
 

@@ -31,7 +31,7 @@ GELU_TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
 """Names of the tanh approximation of GELU."""
 LAYER_NORM = NormForm(centred=True, bias=True)
 """LayerNorm with weight and bias."""
-GEMMA = LayerForm(norm=NormForm(one_more=True), activation="gelu_tanh")
+GEMMA = LayerForm(norm=NormForm(add_one=True), activation="gelu_tanh")
 SANDWICH = {
     "mlp_in_norm": "pre_feedforward_layernorm",
     "attention_out_norm": "post_attention_layernorm",
@@ -432,7 +432,7 @@ def read_nemotron(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Nemotron 3 and 4: LayerNorm, a squared ReLU, and half of each head rotates."""
     reader.use_defaults(max_position_embeddings=4096, norm_eps=1e-5)
     config = decoder(architecture, reader, bias=True, acts=("relu2",), eps="norm_eps", share=0.5)
-    norm = NormForm(centred=True, bias=True, one_more=True)
+    norm = NormForm(centred=True, bias=True, add_one=True)
     form = LayerForm(norm=norm, gated=False, activation="relu2")
     return replace(config, mlp_bias=reader.get("mlp_bias", bool, False), form=form)
 

@@ -94,7 +94,7 @@ class GGUFFile:
 
         def read(name: str, shape: tuple[int, ...]) -> Tensor:
             values = self._read(name, shape, dtype)
-            has_one_more = self.config.form.norm.one_more and name.endswith("norm.weight")
+            has_one_more = self.config.form.norm.add_one and name.endswith("norm.weight")
             # The file stores 1 + w; the decoder expects w.
             return values - 1.0 if has_one_more and not values.is_meta else values
 

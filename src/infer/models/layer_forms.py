@@ -26,7 +26,7 @@ class NormForm:
     """Whether the result is multiplied by a weight."""
     bias: bool = False
     """Whether a bias is added."""
-    one_more: bool = False
+    add_one: bool = False
     """Whether the factor is 1 + weight, in float32."""
 
 

@@ -127,5 +127,5 @@ def _norm(layer: LayerConfig, name: str) -> dict[str, Shape]:
     """The tensors of a norm over the hidden states."""
     form = layer.form.norm
     shape: Shape = (layer.hidden_size,)
-    weight = {f"{name}.weight": shape} if form.weight or form.one_more else {}
+    weight = {f"{name}.weight": shape} if form.weight or form.add_one else {}
     return weight | ({f"{name}.bias": shape} if form.bias else {})

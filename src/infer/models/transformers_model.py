@@ -456,7 +456,7 @@ class _Trial:
             self._lengths[name] = start + len(part)
         return hidden
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: object) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: object) -> Tensor:
         """See `Attend`."""
         results, end = [], 0
         for name, tokens in self._chunks:

@@ -117,7 +117,7 @@ class EngineRun:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGCONT)
         ends_s = time.monotonic() + timeout_s
-        for frame in self._channel.frames(patience_s=timeout_s):
+        for frame in self._channel.frames(timeout_s=timeout_s):
             if frame is None or time.monotonic() > ends_s:
                 return False
             event = messages.decode_outward(frame)
@@ -186,7 +186,7 @@ class EngineRun:
         """
         started_s = time.monotonic()
         said_s = started_s
-        for frame in self._channel.frames(patience_s=HEARTBEAT_S):
+        for frame in self._channel.frames(timeout_s=HEARTBEAT_S):
             now_s = time.monotonic()
             if load_timeout_s is not None and now_s - started_s >= load_timeout_s:
                 self.killed = True

@@ -410,12 +410,12 @@ class Channel:
         with self._sending:
             self._sock.sendall(frame)
 
-    def frames(self, patience_s: float | None = None) -> Iterator[bytes | None]:
+    def frames(self, timeout_s: float | None = None) -> Iterator[bytes | None]:
         """The frames that arrive, until the other end is closed. Yields None whenever nothing has
-        come for `patience_s` seconds."""
+        come for `timeout_s` seconds."""
         while True:
             yield from self._buffer.frames()
-            if not self._selector.select(patience_s):
+            if not self._selector.select(timeout_s):
                 yield None
                 continue
             try:

@@ -26,7 +26,7 @@ TOLERANCE = 1.25
 """Factor between expected times that are taken as equal."""
 MAX_CHAIN = 1024
 """Pages at the beginning of a prompt that are looked for; hashing them takes a millisecond."""
-PATIENCE = 16
+MAX_UNANSWERED = 16
 """Reports that a replica may send before it answers."""
 TOKEN_S = 1e-3
 """Seconds of a prompt token where no replica has been measured."""
@@ -117,7 +117,7 @@ class KnownReplica:
     """What a router knows about one generation of a replica, beside its `ReplicaLoad`."""
 
     view: PageView = field(default_factory=PageView)
-    patience: int = 0
+    num_awaited: int = 0
     """Complete reports of pages after which the replica is asked again for all of them; the answer
     to the last time may be on its way, or lost."""
     sent: dict[str, _Sent] = field(default_factory=dict)
@@ -184,7 +184,7 @@ class KnownReplica:
         self.foreign = step_events.foreign_load or _NO_LOAD
         if step_events.page_changes is not None:
             self.view.apply(step_events.page_changes)
-            self.patience -= self.patience > 0 and step_events.page_changes.is_complete
+            self.num_awaited -= self.num_awaited > 0 and step_events.page_changes.is_complete
 
 
 def _typical(values: Sequence[float | None], default: float) -> list[float]:
@@ -299,9 +299,9 @@ class PrefixRouter(Router):
     def should_follow(self, replica: ReplicaLoad) -> bool:
         """See `Router`."""
         known = self._know(replica)
-        if not known.view.is_stale or known.patience or not _page_size(replica):
+        if not known.view.is_stale or known.num_awaited or not _page_size(replica):
             return False
-        known.patience = PATIENCE
+        known.num_awaited = MAX_UNANSWERED
         return True
 
     def forget(self, replica: ReplicaLoad) -> None:

@@ -58,7 +58,7 @@ class SocketLink:
 async def serve_link(host: ReplicaHost, front: str, sock: socket.socket) -> None:
     """Serve a front at its socket, which does not block, until the front closes it or has gone.
     Then the requests that it had are dropped."""
-    ways = [asyncio.ensure_future(way(host, front, sock)) for way in (_obey, _tell)]
+    ways = [asyncio.ensure_future(way(host, front, sock)) for way in (_apply_commands, _send_items)]
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
     finally:
@@ -68,7 +68,7 @@ async def serve_link(host: ReplicaHost, front: str, sock: socket.socket) -> None
         host.detach(front)
 
 
-async def _obey(host: ReplicaHost, front: str, sock: socket.socket) -> None:
+async def _apply_commands(host: ReplicaHost, front: str, sock: socket.socket) -> None:
     loop, buffer = asyncio.get_running_loop(), FrameBuffer()
     with contextlib.suppress(OSError):
         while data := await loop.sock_recv(sock, _PIECE):
@@ -76,7 +76,7 @@ async def _obey(host: ReplicaHost, front: str, sock: socket.socket) -> None:
             host.command(front, buffer.whole())
 
 
-async def _tell(host: ReplicaHost, front: str, sock: socket.socket) -> None:
+async def _send_items(host: ReplicaHost, front: str, sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
     lost = frame_of(Loss("the link to it has been dropped", from_outside=True))
     with contextlib.suppress(OSError):

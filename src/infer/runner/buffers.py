@@ -128,7 +128,7 @@ class StepBuffers:
         self._views = [half.numpy() for half in self._halves]
         # The tokens of the sampled rows, then their flags.
         self.results = torch.zeros(2 * num_rows, dtype=torch.int32, device=device)
-        self._landings = [
+        self._pinned_outputs = [
             torch.zeros(2 * num_rows, dtype=torch.int32, pin_memory=pinned) for _ in range(2)
         ]
         self._turn = 0
@@ -163,9 +163,9 @@ class StepBuffers:
 
         The result [2, num_rows], tokens and flags, is valid once the copy is complete.
         """
-        landing = self._landings[self._turn][: 2 * num_rows]
-        landing.copy_(self.results[: 2 * num_rows], non_blocking=True)
-        return landing.numpy().reshape(2, num_rows)
+        pinned_output = self._pinned_outputs[self._turn][: 2 * num_rows]
+        pinned_output.copy_(self.results[: 2 * num_rows], non_blocking=True)
+        return pinned_output.numpy().reshape(2, num_rows)
 
 
 class TableRows:

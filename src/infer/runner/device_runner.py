@@ -45,16 +45,17 @@ class DeviceFlight:
 
     def __init__(
         self,
-        landing: np.ndarray,
+        pinned_output: np.ndarray,
         num_rows: int,
         special: dict[int, Sampled],
         events: tuple[torch.cuda.Event, torch.cuda.Event] | None,
     ) -> None:
-        """`landing` [2, ≥ num_rows]: host buffer of tokens and flags, valid after the second event.
+        """`pinned_output` [2, ≥ num_rows]: host buffer of tokens and flags, valid after the second
+        event.
 
         `special`: the results, by row, that are known already.
         """
-        self._landing = landing
+        self._pinned_output = pinned_output
         self._num_rows = num_rows
         self._special = special
         self.events = events
@@ -67,7 +68,7 @@ class DeviceFlight:
                 self.events[1].synchronize()
             except RuntimeError as error:
                 raise translated(error) from error
-        tokens, flags = self._landing[:, : self._num_rows].tolist()
+        tokens, flags = self._pinned_output[:, : self._num_rows].tolist()
         results = [Sampled(token) for token in tokens]
         for row in compress(range(self._num_rows), flags):
             results[row] = Sampled(0, error=NOT_FINITE)
@@ -252,10 +253,10 @@ class DeviceRunner:
         special: dict[int, Sampled] = {}
         if is_special:
             special = self._sample_special(sampling, restricting)
-        landing = self.buffers.fetch(layout.num_rows)
+        pinned_output = self.buffers.fetch(layout.num_rows)
         if events is not None:
             events[1].record()
-        return DeviceFlight(landing, len(sampling), special, events)
+        return DeviceFlight(pinned_output, len(sampling), special, events)
 
     def _send(
         self, plan: Plan, sampling: list[Sequence], begun: torch.cuda.Event | None = None

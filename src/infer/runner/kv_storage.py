@@ -80,7 +80,7 @@ class KVStorage:
             self.preparing = BackgroundThread(run, stopping.set, "kv-storage")
             self.preparing.start()
 
-    def give_back(self, runs: Sequence[tuple[int, int]]) -> None:
+    def release(self, runs: Sequence[tuple[int, int]]) -> None:
         """Give the memory of runs of pages (the first one, and how many) back to the system, where
         it can take it; they are zeros when they are used again. On CPUs."""
         if sys.platform != "linux":
@@ -109,10 +109,12 @@ class _Part:
 
 def _parts(tensor: Tensor, by_node: bool) -> list[_Part]:
     num_heads, page_bytes = tensor.shape[2], _page_bytes(tensor)
-    of_head = page_bytes // num_heads
+    head_bytes = page_bytes // num_heads
     slices = head_slices(num_heads) if by_node else [HeadSlice(0, num_heads, None)]
     return [
-        _Part(part.first * of_head * len(tensor), (part.end - part.first) * of_head, part.node)
+        _Part(
+            part.first * head_bytes * len(tensor), (part.end - part.first) * head_bytes, part.node
+        )
         for part in slices
     ]
 

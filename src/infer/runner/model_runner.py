@@ -323,10 +323,10 @@ class _Entering(AttendsThrough):
         self.plan, self._backend, self._enter = backend.plan, backend, enter
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, turn: QKRotation | None = None
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: QKRotation | None = None
     ) -> Tensor:
         """See `AttentionBackend`."""
-        return self._backend(layer, q, k, v, turn)
+        return self._backend(layer, q, k, v, rotation)
 
     def through(
         self,

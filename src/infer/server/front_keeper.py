@@ -204,7 +204,7 @@ class FrontKeeper:
         ]
         try:
             async for message in stream.messages():
-                await self._hear(place, front, message)
+                await self._apply(place, front, message)
         finally:
             if not self._leaving.is_set():
                 front.popen.kill()
@@ -230,7 +230,7 @@ class FrontKeeper:
         limits, fingerprint = replica.limits, replica.fingerprint
         return Description(replica.name, model_name, limits, fingerprint, is_draining=False)
 
-    async def _hear(self, place: FrontPlace, front: FrontProcess, message: FromFront) -> None:
+    async def _apply(self, place: FrontPlace, front: FrontProcess, message: FromFront) -> None:
         match message:
             case FrontAlive(num_open):
                 front.alive(num_open)

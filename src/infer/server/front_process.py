@@ -79,14 +79,16 @@ class FrontParent:
         self._stream: FrontStream[ToFront] | None = None
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._num_calls = 0
-        self._hearing: asyncio.Task[None] | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     async def connect(self, obey: Callable[[ToFront], None]) -> None:
         """Begin. `obey`: is called with what is no reply."""
         self._stream = await FrontStream.over(self._sock, decode_to_front)
-        self._hearing = asyncio.create_task(self._hear(self._stream, obey))
+        self._reading = asyncio.create_task(self._read_messages(self._stream, obey))
 
-    async def _hear(self, stream: FrontStream[ToFront], obey: Callable[[ToFront], None]) -> None:
+    async def _read_messages(
+        self, stream: FrontStream[ToFront], obey: Callable[[ToFront], None]
+    ) -> None:
         async for message in stream.messages():
             if not isinstance(message, FrontReply):
                 obey(message)

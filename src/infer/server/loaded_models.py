@@ -32,8 +32,8 @@ Fits = Callable[[str, Sequence[str]], bool]
 """Whether a model fits into memory beside those that are loaded; called in a thread."""
 RETRY_S = 5
 """Seconds after which a request may ask again for a model that is being loaded."""
-LOOK_S = 0.5
-"""Seconds between two looks at the folder of models, whoever asks for a model that is not known."""
+REFRESH_S = 0.5
+"""Seconds between two readings of the folder of models, whoever asks for an unknown model."""
 _POLL_S = 0.02
 """Interval in seconds at which the requests of a model that is being unloaded are counted."""
 
@@ -166,8 +166,8 @@ class LoadedModels:
         self._room = asyncio.Lock()
         """Held while room is made and used."""
         self._beginning: set[asyncio.Task[Starlette]] = set()
-        self._looking: asyncio.Task[None] | None = None
-        self._looked_s = -LOOK_S
+        self._refreshing: asyncio.Task[None] | None = None
+        self._refreshed_s = -REFRESH_S
         self.is_draining = False
 
     def all(self) -> Sequence[HeldModel]:
@@ -182,21 +182,21 @@ class LoadedModels:
         """The other names of a model."""
         return [alias for alias, name in self._aliases.items() if name == model.name]
 
-    async def look(self) -> None:
-        """Look again which models there are, in the folder of models. All who ask at a time wait
-        for the same look, and the next one is not before `LOOK_S` have passed."""
+    async def refresh(self) -> None:
+        """Read the folder of models again. All who ask at a time wait for the same reading, and the
+        next one is not before `REFRESH_S` have passed."""
         if self._find is None:
             return
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look(self._find))
-        await asyncio.shield(self._looking)
+        if self._refreshing is None:
+            self._refreshing = asyncio.create_task(self._find_new(self._find))
+        await asyncio.shield(self._refreshing)
 
-    async def _look(self, find: Find) -> None:
+    async def _find_new(self, find: Find) -> None:
         try:
-            await asyncio.sleep(self._looked_s + LOOK_S - time.monotonic())
+            await asyncio.sleep(self._refreshed_s + REFRESH_S - time.monotonic())
             found = await asyncio.to_thread(find)
         finally:
-            self._looking, self._looked_s = None, time.monotonic()
+            self._refreshing, self._refreshed_s = None, time.monotonic()
         for name, launch in found.items():
             if name not in self._models:
                 self._models[name] = HeldModel(name, launch, is_found=True)

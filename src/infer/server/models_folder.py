@@ -39,7 +39,7 @@ class ModelsFolder:
         self._told: frozenset[str] = frozenset()
         """The problems that the log has named, as long as they are there."""
 
-    def look(self) -> dict[str, Path]:
+    def list_models(self) -> dict[str, Path]:
         """The models that are there now, by their names, in the order of these. What cannot be
         served is left out and named in the log, once. Nothing is raised: a folder that cannot be
         read has no models."""
@@ -48,7 +48,7 @@ class ModelsFolder:
             with os.scandir(home) as entries:
                 names = sorted(entry.name for entry in islice(entries, self._max_entries + 1))
         except OSError as error:
-            self._tell([f"the folder of models cannot be read: {error.strerror}"])
+            self._log_problems([f"the folder of models cannot be read: {error.strerror}"])
             return {}
         problems = []
         if len(names) > self._max_entries:
@@ -74,17 +74,17 @@ class ModelsFolder:
                 problems.append(f"{entry!r} is not served: a folder has the same name")
             else:
                 found[name] = path
-        self._tell(problems)
+        self._log_problems(problems)
         return dict(sorted(found.items()))
 
     def path_of(self, name: str) -> Path:
         """Where a model is now. Raises `LoadError` where it is there no longer."""
-        path = self.look().get(name)
+        path = self.list_models().get(name)
         if path is None:
             raise LoadError(f"{name!r} is no longer in the folder of models")
         return path
 
-    def _tell(self, problems: list[str]) -> None:
+    def _log_problems(self, problems: list[str]) -> None:
         for problem in problems:
             if problem not in self._told:
                 log.warning("%s", problem)
@@ -99,7 +99,7 @@ def launches_in(
     def load(name: str) -> AsyncLLM:
         return launch(presets.config_of(name, str(folder.path_of(name))))
 
-    return {name: partial(load, name) for name in folder.look()}
+    return {name: partial(load, name) for name in folder.list_models()}
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -197,7 +197,7 @@ class ModelRouter(RequestViews):
         """As `_find`, but where a name is not known the folder of models is looked at again."""
         is_known = isinstance(name, str) and self._models.known(name) is not None
         if not is_known and (isinstance(name, str) or not self._models.all()):
-            await self._models.look()
+            await self._models.refresh()
         return self._find(name, unknown_status)
 
     def _find(self, name: Any, unknown_status: int = 404) -> HeldModel:
@@ -242,7 +242,7 @@ class ModelRouter(RequestViews):
         return stats.get(name, {"models": stats})
 
     async def models(self, http: Request) -> dict[str, Any]:
-        await self._models.look()
+        await self._models.refresh()
         return model_list(list(map(self._shown, self._models.all())))
 
     async def model(self, http: Request) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class ModelRouter(RequestViews):
         unload, would have proxies leave. /v1/models has the state of each model."""
         check_stays(http)
         if not self._models.all():
-            await self._models.look()
+            await self._models.refresh()
         statuses = {model.name: model.status for model in self._models.all()}
         can_answer = {"loaded", "unloaded"} | ({"loading", "unloading"} if self._waits else set())
         if self._models.is_draining or not can_answer & set(statuses.values()):

@@ -45,7 +45,7 @@ class Reload:
         assert self._certificate.context is not None
         return self._certificate.context
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Read the certificate again if its files have changed."""
         if self._certificate.context is not None:
             self._start(False)

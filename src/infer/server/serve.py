@@ -256,7 +256,7 @@ class Server(uvicorn.Server):
             gc.collect()
         self._manager.tick()
         if counter % _TICKS_BETWEEN_LOOKS == 0:
-            self._reload.look()
+            self._reload.refresh()
         now_s = time.monotonic()
         if self._port_closes_s is not None and now_s >= self._port_closes_s:
             self._port_closes_s = None

@@ -352,10 +352,10 @@ class EngineViewers:
         if not is_idle or now_s >= self._told_s + IDLE_FRAME_S:
             self._told_s = now_s
             shown = [frame for frame in frames if is_idle or not frame.is_empty]
-            self._credit -= max(self._tell(it, shown, now_s) for it in self._groups.values())
+            self._credit -= max(self._put_frames(it, shown, now_s) for it in self._groups.values())
         self._credit -= max(self._sync(it, now_s) for it in self._groups.values())
 
-    def _tell(self, group: ViewerGroup, frames: list[Frame], now_s: float) -> int:
+    def _put_frames(self, group: ViewerGroup, frames: list[Frame], now_s: float) -> int:
         """Give frames to the viewers of a group; returns the bytes that each of them gets."""
         num_bytes = 0
         for frame in frames:

@@ -34,8 +34,8 @@ from infer.kernels.native import (
     BFLOAT16_SETS,
     embedding_is_packed,
     instruction_set,
+    lm_head_quantization,
     native_obstacle,
-    of_head,
     products,
     weight_bytes,
 )
@@ -562,11 +562,13 @@ def count_weights(
         and (quantization or _packs(dtype, device))
         and (config.head_bias or not embedding_is_packed(dtype, quantization))
     ):
-        num_bytes += math.prod(shape) * weight_bytes(of_head(quantization), size, shape[1])
+        num_bytes += math.prod(shape) * weight_bytes(
+            lm_head_quantization(quantization), size, shape[1]
+        )
     for each in tensors.products:
         count += each.num_weights
         found = in_blocks(each.weights, gated=each.gated)
-        way = of_head(quantization) if each.is_head else quantization
+        way = lm_head_quantization(quantization) if each.is_head else quantization
         width = next(iter(each.weights.values()))[1]
         num_bytes += each.num_weights * weight_bytes(way, size, width) if found is None else found
     return WeightCount(count, int(num_bytes), kinds)

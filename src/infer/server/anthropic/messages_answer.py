@@ -18,7 +18,7 @@ from infer.server.openai.answer_parts import TokenUsage, wire_reason
 from infer.server.openai.chat import ChatReader, chat_requests, tool_warning
 from infer.server.openai.events import dump, event
 from infer.server.openai.generating_api import Keeps, OnMessage, Part, StreamFormat
-from infer.server.openai.large_json import Later
+from infer.server.openai.large_json import Deferred
 from infer.server.openai.to_engine import in_callers_names
 from infer.text.answer_parser import Parts
 from infer.text.tools.call import ToolCall
@@ -82,7 +82,7 @@ class MessagesAnswer:
                 content.append({"type": "tool_use", **self._named(call), "input": given})
         reason, string = self._reason(output.finish_reason, output.stop_string)
         ends = {"stop_reason": reason, "stop_sequence": string}
-        return {**self._head, "content": content, **ends, "usage": Later(self._counts)}
+        return {**self._head, "content": content, **ends, "usage": Deferred(self._counts)}
 
     def _named(self, call: ToolCall) -> dict[str, Any]:
         number = self._num_calls

@@ -29,7 +29,7 @@ from infer.server.openai.answer_parts import (
 from infer.server.openai.events import dump
 from infer.server.openai.generating_api import Keeps, OnMessage, Part, StreamFormat
 from infer.server.openai.grammar_fields import warning_of
-from infer.server.openai.large_json import Later
+from infer.server.openai.large_json import Deferred
 from infer.server.openai.schema import (
     CONVERSATION,
     MAX_LIGHT_CHARS,
@@ -567,11 +567,11 @@ class ChatAnswer:
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Choices are made one by one while they are written, since the log-probabilities of all
         are very many objects."""
-        usage = Later(self._usage.fields)
+        usage = Deferred(self._usage.fields)
         body = {**self._head, "choices": self._choices(outputs), "usage": usage}
         body |= self._prompt_ids()
         if self._wire.prompt_logprobs is not None:
-            body["prompt_logprobs"] = Later(lambda: self._details.prompt_logprobs(0, outputs[0]))
+            body["prompt_logprobs"] = Deferred(lambda: self._details.prompt_logprobs(0, outputs[0]))
         return body
 
     def _choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ from infer.server.openai.answer_parts import (
 from infer.server.openai.events import dump
 from infer.server.openai.generating_api import Keeps, OnMessage, Part, StreamFormat
 from infer.server.openai.grammar_fields import warning_of
-from infer.server.openai.large_json import Later
+from infer.server.openai.large_json import Deferred
 from infer.server.openai.schema import RANGES, Generation, Limit, between, limit
 from infer.server.openai.schema_base import Int, plain, whole_list
 from infer.server.openai.to_engine import (
@@ -176,7 +176,7 @@ class CompletionAnswer:
     def body(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Choices are made one by one while they are written, since the log-probabilities of all
         are very many objects."""
-        usage = Later(self._usage.fields)
+        usage = Deferred(self._usage.fields)
         return {**self._head, "choices": self._choices(outputs), "usage": usage}
 
     def _choices(self, outputs: Sequence[RequestOutput]) -> Iterator[dict[str, Any]]:

@@ -29,7 +29,7 @@ _PIECE_CHARS = 128 * 1024
 _dump = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False).encode
 
 
-class Later(NamedTuple):
+class Deferred(NamedTuple):
     """A member that is made only when all before it have been written."""
 
     make: Callable[[], Any]
@@ -43,7 +43,7 @@ def render(value: Any) -> bytes:
 
 def _parts(value: Any) -> Iterator[str]:
     before = ""
-    if isinstance(value, Later):
+    if isinstance(value, Deferred):
         value = value.make()
     if isinstance(value, Iterator):
         for item in value:
@@ -76,7 +76,7 @@ def _weight(value: Any) -> int:
     first may differ, because a prompt's first token has no log-probabilities."""
     if isinstance(value, str):
         return 1 + len(value) // 32
-    if isinstance(value, Iterator | Later):
+    if isinstance(value, Iterator | Deferred):
         return _MAX_WEIGHT + 1
     if isinstance(value, dict):
         return 1 + sum(map(_weight, value.values()))

@@ -149,7 +149,7 @@ class EventStream(Response):
         try:
             await self._write(sink, self._events.opening())
             works = all_of(self._follow(i, each, sink) for i, each in enumerate(self._running))
-            await beside(works, self._say_it_lives(sink))
+            await run_while(works, self._say_it_lives(sink))
             await self._keep_turn(sink)
             await self._write(sink, self._events.closing())
         except ClientGone:
@@ -275,12 +275,12 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
     The request's body must have been read, because this takes the messages behind it.
     """
-    return await beside(work, _disconnect(receive))
+    return await run_while(work, _disconnect(receive))
 
 
-async def beside(work: Coroutine[Any, Any, T], company: Coroutine[Any, Any, None]) -> T:
-    """The result of `work`; `company` runs meanwhile, and may end it by raising."""
-    working, other = asyncio.ensure_future(work), asyncio.ensure_future(company)
+async def run_while(work: Coroutine[Any, Any, T], watchdog: Coroutine[Any, Any, None]) -> T:
+    """The result of `work`; `watchdog` runs meanwhile, and may end it by raising."""
+    working, other = asyncio.ensure_future(work), asyncio.ensure_future(watchdog)
     try:
         await asyncio.wait((working, other), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

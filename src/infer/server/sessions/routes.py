@@ -37,7 +37,14 @@ from infer.server.openai.schema_base import WHOLE, Wire
 from infer.server.sessions import NO_SESSIONS
 from infer.server.sessions.database_threads import DatabaseError, DatabaseThreads
 from infer.server.sessions.leases import SessionLeases
-from infer.server.sessions.store import MAX_TITLE_CHARS, Begun, Message, Quota, SessionStore, busy
+from infer.server.sessions.store import (
+    MAX_TITLE_CHARS,
+    Message,
+    Quota,
+    SessionStore,
+    StartedTurn,
+    busy,
+)
 from infer.server.tenancy.limits import tenant_of
 from infer.types.server_limits import SERVER_LIMITS, ServerLimits
 
@@ -283,9 +290,9 @@ class SessionRoutes:
             name, asked = named
             _put_before(body, asked, (await self._find(http, name, asked)).messages)
 
-    async def _find(self, http: HttpRequest, name: str, asked: list[Any]) -> Begun:
+    async def _find(self, http: HttpRequest, name: str, asked: list[Any]) -> StartedTurn:
         owner, num_new = tenant_of(http.scope).key.id, http.scope.get(NUM_BYTES, 0)
-        found: Begun = await self._threads.call(
+        found: StartedTurn = await self._threads.call(
             owner, self._call_store, "begin_turn", owner, name, len(asked) + 1, num_new
         )
         # Further work on the body takes as long as if all these messages had been sent.

@@ -83,7 +83,7 @@ class Quota(NamedTuple):
     """Size of the messages as JSON."""
 
 
-class Begun(NamedTuple):
+class StartedTurn(NamedTuple):
     """The state of a session at the start of a turn."""
 
     messages: list[Message]
@@ -216,7 +216,7 @@ class SessionStore:
             _owned_session(db, owner, session_id)
             return _num_bytes(db, session_id)
 
-    def begin_turn(self, owner: str, session_id: str, num_asked: int, num_new: int) -> Begun:
+    def begin_turn(self, owner: str, session_id: str, num_asked: int, num_new: int) -> StartedTurn:
         """The messages before a turn of `num_asked` messages (the answer counted) in `num_new`
         bytes.
 
@@ -231,7 +231,7 @@ class SessionStore:
                 message += f" have {MAX_SESSION_BYTES}: begin another one"
                 raise HttpError(413, message, code="session_too_long", param="session_id")
             self._check_quota(db, owner, Quota(0, num_asked, num_new))
-            return Begun(_history(db, session_id), num_bytes)
+            return StartedTurn(_history(db, session_id), num_bytes)
 
     def rename(self, owner: str, session_id: str, title: str) -> dict[str, Any]:
         """Change a session's title; returns the session."""
