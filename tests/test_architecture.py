@@ -178,6 +178,7 @@ CONCRETE = (
 )
 COMPOSITION_ROOTS = ("engine.build.assemble", "engine.build.runner_factory", "cells.cell_model")
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
+FORBIDDEN_VARIABLES = {"each", "found", "it", "one", "own"}
 MAX_FUNCTION_LINES = 60
 TRITON = "kernels.cuda"
 """Its kernels cannot be cut into functions freely, and are named as those of the CPU."""
@@ -294,7 +295,12 @@ def ban_problems(root: Path) -> list[str]:
 
 def name_problems(root: Path) -> list[str]:
     """Modules without a docstring, names that say nothing, and names that are there twice."""
-    problems = []
+    problems = [
+        f"{name}:{line}: a variable {variable}; its noun says more"
+        for name, _, tree in modules(root)
+        for line, variable in _variables(tree)
+        if variable in FORBIDDEN_VARIABLES
+    ]
     places = defaultdict(list)
     for name, path, tree in modules(root):
         if path.stem in FORBIDDEN_NAMES:
@@ -310,6 +316,15 @@ def name_problems(root: Path) -> list[str]:
                 places[f"class {node.name}"].append(name)
     problems += [f"{what}: in {found}" for what, found in places.items() if len(found) > 1]
     return problems
+
+
+def _variables(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of each variable and argument where it is made."""
+    for node in nodes(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
 
 
 def docstring_problems(root: Path) -> list[str]:
@@ -461,6 +476,8 @@ BREAKS = [
     (ban_problems, "engine/llm.py", "from infer.attention.sdpa import SDPABackend"),
     (name_problems, "runner/utils.py", '"""Doc."""'),
     (name_problems, "runner/x.py", "x = 1"),
+    (name_problems, "runner/x.py", '"""Doc."""\ny = [each for each in x]'),
+    (name_problems, "runner/x.py", '"""Doc."""\ndef f(own):\n    return own'),
     (name_problems, "runner/x.py", CLASS, "text/y.py", CLASS),
     (name_problems, "runner/x.py", '"""Doc."""', "text/x.py", '"""Doc."""'),
     (docstring_problems, "runner/x.py", 'X = 1\n"""number of things."""'),

@@ -168,7 +168,7 @@ class Setting(NamedTuple):
                 return json.loads(value)
         if not self.secret or not isinstance(value, str):
             return value
-        return re.sub(self.secret, lambda found: found[0].replace(found[1], "***"), value)
+        return re.sub(self.secret, lambda match: match[0].replace(match[1], "***"), value)
 
     def problem(self, value: Any) -> str:
         """The message for a value that is not allowed: what would be right, and what was given."""
@@ -216,19 +216,19 @@ _KINDS: dict[type[inspect.Type], type[bool | int | float | str]] = {
 def settings_of(config: type[Any]) -> tuple[Setting, ...]:
     """The fields of a settings class that are options, in their order."""
     annotations = get_type_hints(config, include_extras=True)
-    found = []
+    settings = []
     for spec in dataclasses.fields(config):
         if "help" not in spec.metadata:  # no option
             continue
         annotation = _without_mapping(annotations[spec.name])
         kind: Any = inspect.type_info(annotation)
         if isinstance(kind, inspect.UnionType):
-            (kind,) = (each for each in kind.types if not isinstance(each, inspect.NoneType))
+            (kind,) = (part for part in kind.types if not isinstance(part, inspect.NoneType))
         schema: dict[str, Any] = {}
         if isinstance(kind, inspect.Metadata):
             kind, schema = kind.type, kind.extra_json_schema or {}
         names = _literals(annotation) or schema.get("examples", ())
-        found.append(
+        settings.append(
             Setting(
                 name=spec.name,
                 default=spec.default,
@@ -246,7 +246,7 @@ def settings_of(config: type[Any]) -> tuple[Setting, ...]:
                 is_repeatable=spec.metadata["is_repeatable"],
             )
         )
-    return tuple(found)
+    return tuple(settings)
 
 
 def _literals(annotation: Any) -> tuple[str, ...]:
@@ -254,9 +254,9 @@ def _literals(annotation: Any) -> tuple[str, ...]:
 
     Empty where the annotation has none.
     """
-    for each in (annotation, *get_args(annotation)):
-        if get_origin(each) is Literal:
-            return get_args(each)
+    for part in (annotation, *get_args(annotation)):
+        if get_origin(part) is Literal:
+            return get_args(part)
     return ()
 
 
@@ -264,7 +264,7 @@ def _without_mapping(annotation: Any) -> Any:
     """The annotation of the text, where a mapping is allowed in its place."""
     if get_origin(annotation) is not Union:
         return annotation
-    kept = (each for each in get_args(annotation) if each != dict[str, Any])
+    kept = (part for part in get_args(annotation) if part != dict[str, Any])
     return functools.reduce(operator.or_, kept)
 
 
@@ -347,13 +347,13 @@ def own_function(field_name: str, value: str) -> Callable[..., Any]:
     Raises `ConfigError` with `field_name` if it cannot be imported or is not callable.
     """
     try:
-        found = resolve_name(value)
+        function = resolve_name(value)
     except (ImportError, AttributeError, ValueError) as error:
         message = f"{value!r} cannot be imported ({error}); give module:function"
         raise ConfigError(field_name, message) from error
-    if not callable(found):
-        raise ConfigError(field_name, f"{value!r} is not a function, but {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+    if not callable(function):
+        raise ConfigError(field_name, f"{value!r} is not a function, but {type(function).__name__}")
+    return function  # type: ignore[no-any-return]
 
 
 def check_min_batch_size(min_batch_size: int | None, max_batch_size: int) -> None:
@@ -634,7 +634,8 @@ class EngineConfig:
             if name not in known:
                 raise unknown_setting(name, known)
         given: dict[str, Any] = {
-            name: dict(it) if isinstance(it, Mapping) else it for name, it in kwargs.items()
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in kwargs.items()
         }
         return cls(**given)
 

@@ -54,7 +54,7 @@ class MemoryGroup:
 
 def memory_groups(root: Path = ROOT) -> list[MemoryGroup]:
     """The control groups of this process that limit memory, and those around them."""
-    found = []
+    groups = []
     for folder in _groups(root, "memory"):
         for limits, used, unused in (
             (("memory.max", "memory.high"), "memory.current", "inactive_file"),  # version 2
@@ -66,8 +66,8 @@ def memory_groups(root: Path = ROOT) -> list[MemoryGroup]:
                 lines = map(str.split, text_of_file(folder / "memory.stat").splitlines())
                 idle = next((words[1] for words in lines if words[:-1] == [unused]), "0")
                 used_bytes = max(0, int(now) - (int(idle) if idle.isdigit() else 0))
-                found.append(MemoryGroup(folder, min(most), used_bytes))
-    return found
+                groups.append(MemoryGroup(folder, min(most), used_bytes))
+    return groups
 
 
 def _groups(root: Path, controller: str) -> list[Path]:

@@ -43,14 +43,16 @@ class RequestError(InferError, ValueError):
         self.code = code or self.usual_code
 
 
-def too_long(max_seq_len: int, found: str, *, param: str) -> RequestError:
+def too_long(max_seq_len: int, excess: str, *, param: str) -> RequestError:
     """The error for a prompt and an output that do not fit into `max_seq_len` tokens together.
 
     It has OpenAI's status and words, because clients look for them to shorten a prompt or to go to
     another model (LangChain, LiteLLM, Pydantic AI, aiperf).
     """
     message = f"this model's maximum context length is {max_seq_len} tokens, input and output"
-    return RequestError(f"{message} together; {found}", param=param, code="context_length_exceeded")
+    return RequestError(
+        f"{message} together; {excess}", param=param, code="context_length_exceeded"
+    )
 
 
 class UnprocessableError(RequestError):
@@ -71,8 +73,8 @@ class OverloadedError(RequestError):
 def too_many_tokens(num_waiting: int, num_added: int, limit: int) -> OverloadedError:
     """The error for prompts of `num_added` tokens where prompts of `num_waiting` wait for a seat
     and at most `limit` may."""
-    found = f"{num_waiting} prompt tokens wait for a seat, and {num_added} more would exceed"
-    return OverloadedError(f"the server is busy: {found} max_waiting_tokens, which is {limit}")
+    excess = f"{num_waiting} prompt tokens wait for a seat, and {num_added} more would exceed"
+    return OverloadedError(f"the server is busy: {excess} max_waiting_tokens, which is {limit}")
 
 
 class CancelledError(RequestError):

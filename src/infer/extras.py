@@ -18,10 +18,10 @@ DISTRIBUTION = "infer-serve"
 def to_install(extra: str, name: str = DISTRIBUTION) -> str:
     """The command for one of the extras in pyproject.toml. `name`: of the distribution."""
     try:
-        found = importlib.metadata.distribution(name)
+        distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
         return _in_checkout(extra)
-    origin = _origin(found)
+    origin = _origin(distribution)
     if isinstance(url := origin.get("url"), str):
         if "dir_info" in origin:
             return _in_checkout(extra)
@@ -30,22 +30,22 @@ def to_install(extra: str, name: str = DISTRIBUTION) -> str:
         return f"pip install '{name}[{extra}] @ {url}'"
     packages = [
         requirement.partition(";")[0].strip()
-        for requirement in found.requires or ()
+        for requirement in distribution.requires or ()
         if f'extra == "{extra}"' in requirement.replace("'", '"')
     ]
     if not packages:
         return _in_checkout(extra)
-    return f"pip install {' '.join(repr(each) for each in packages)}"
+    return f"pip install {' '.join(repr(package) for package in packages)}"
 
 
 def _in_checkout(extra: str) -> str:
     return f"pip install -e '.[{extra}]' in the folder of the source"
 
 
-def _origin(found: importlib.metadata.Distribution) -> dict[str, Any]:
+def _origin(distribution: importlib.metadata.Distribution) -> dict[str, Any]:
     """What pip has noted about where a distribution came from; {} for one from an index."""
     try:
-        value = json.loads(found.read_text("direct_url.json") or "{}")
+        value = json.loads(distribution.read_text("direct_url.json") or "{}")
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -27,15 +27,15 @@ def available_on_node(node: int, root: Path = ROOT) -> int | None:
     """Bytes of a NUMA node that are available without swapping, by the rule that the system has for
     the whole machine: what is free, and half of what files and the kernel can give back. None where
     the system does not say."""
-    found: dict[str, int] = {}
+    fields: dict[str, int] = {}
     for line in text_of_file(root / f"sys/devices/system/node/node{node}/meminfo").splitlines():
         words = line.split()
         if len(words) >= 4 and words[3].isdigit():
-            found[words[2].rstrip(":")] = int(words[3]) * 1024
-    if "MemFree" not in found:
+            fields[words[2].rstrip(":")] = int(words[3]) * 1024
+    if "MemFree" not in fields:
         return None
     given_back = ("Active(file)", "Inactive(file)", "SReclaimable")
-    return found["MemFree"] + sum(found.get(name, 0) for name in given_back) // 2
+    return fields["MemFree"] + sum(fields.get(name, 0) for name in given_back) // 2
 
 
 def gib(num_bytes: float) -> str:

@@ -56,7 +56,7 @@ class MemoryRoom:
         elapsed_us = max(1.0, 1e6 * (now_s - self._looked_s))
         self._looked_s = now_s
         folders = [group.folder for group in groups]
-        found = False
+        is_pressed = False
         for file in (
             self._root / "proc/pressure/memory",
             *(f / "memory.pressure" for f in folders),
@@ -64,12 +64,12 @@ class MemoryRoom:
             waited = _waited_us(text_of_file(file))
             before = self._waited_us.get(file, waited)
             self._waited_us[file] = waited
-            found |= waited - before > WAITING_SHARE * elapsed_us
+            is_pressed |= waited - before > WAITING_SHARE * elapsed_us
         for folder in folders:
             count = _num_reached(text_of_file(folder / "memory.events"))
-            found |= count > self._events.get(folder, count)
+            is_pressed |= count > self._events.get(folder, count)
             self._events[folder] = count
-        return found
+        return is_pressed
 
 
 def _waited_us(text: str) -> int:

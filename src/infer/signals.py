@@ -84,7 +84,7 @@ def ended_by_signals() -> Iterator[None]:
     is_main = threading.current_thread() is threading.main_thread()
     usual = (signal.SIG_DFL, signal.default_int_handler)
     ends = (signal.SIGINT, signal.SIGTERM)
-    numbers = [each for each in ends if is_main and signal.getsignal(each) in usual]
+    numbers = [ending for ending in ends if is_main and signal.getsignal(ending) in usual]
     handler = signal.SIG_DFL if os.getpid() != 1 else _leave
     before = {number: signal.signal(number, handler) for number in numbers}
     try:

@@ -256,7 +256,7 @@ LIMITED = (
         made_at=(
             *_at(
                 "server/fronts.py",
-                "FrontQueries._ask_in_turn.own:Semaphore",
+                "FrontQueries._ask_in_turn.place:Semaphore",
                 "FrontQueries._places:Semaphore",
                 "FrontQueries._places_of:WeakValueDictionary",
             ),
@@ -292,7 +292,7 @@ LIMITED = (
             *_at("server/app.py", "create_app.kept:KeptAnswers"),
             *_at(
                 "server/kept_answers.py",
-                "KeptAnswers.begin.own:_Owned",
+                "KeptAnswers.begin.owned:_Owned",
                 "_Owned.__init__.ended:OrderedDict",
             ),
         ),
@@ -360,7 +360,7 @@ UNLIMITED = (
                 "server/loaded_models.py",
                 "LoadedModels._begin.app:to_thread",
                 "LoadedModels._load_now:to_thread",
-                "LoadedModels._look.found:to_thread",
+                "LoadedModels._find_new.launches:to_thread",
                 "LoadedModels._make_room:to_thread",
                 "LoadedModels._room:Lock",
                 "LoadedModels._loader:_Loader",
@@ -427,7 +427,7 @@ UNLIMITED = (
                 "server/front_keeper.py",
                 "FrontKeeper._keep.code:to_thread",
                 "FrontKeeper._let_listen:to_thread",
-                "FrontKeeper._read.found:to_thread",
+                "FrontKeeper._read.settings_and_others:to_thread",
                 "run_fronts.keeper:FrontKeeper",
                 "run_fronts:ThreadPoolExecutor",
             ),
@@ -472,7 +472,7 @@ UNLIMITED = (
             *_at(
                 "server/fronts.py",
                 "FrontQueries.metrics.lines:to_thread",
-                "FrontQueries.metrics.own:to_thread",
+                "FrontQueries.metrics.text:to_thread",
             ),
         ),
         why="One takes 2 ms of a thread with 10,000 keys, and a key's open requests are limited.",

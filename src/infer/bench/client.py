@@ -50,8 +50,8 @@ class EventReader:
     def feed(self, data: bytes) -> list[bytes]:
         """The data of the events that these bytes complete."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        found = [line[5:].strip() for line in lines if line.startswith(b"data:")]
-        return [line for line in found if line]
+        lines_of_data = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        return [line for line in lines_of_data if line]
 
 
 class ServerTarget:

@@ -122,7 +122,7 @@ class Drive:
         """`concurrency`: the most requests in flight, which closes the loop. `timeout_s`: the time
         for one answer. `on_end` is called when a request has ended, with an error or without."""
         self.plan = plan
-        self.records = [Record(each.group, wanted_tokens=each.output_len) for each in plan]
+        self.records = [Record(request.group, wanted_tokens=request.output_len) for request in plan]
         self._talks = [_Talk() for _ in plan]
         self._waits = [asyncio.Event() for _ in plan]
         for planned, event in zip(plan, self._waits, strict=True):

@@ -198,26 +198,26 @@ def engine_rows(
     for count in STREAMS[:1] if quick else STREAMS:
         if count > core.scheduler.num_seats:
             continue
-        found = decode_steps(core, count, shape.vocab_size)
+        steps = decode_steps(core, count, shape.vocab_size)
         num_bytes = weight_bytes + count * (CONTEXT * token_bytes + 8 * shape.vocab_size)
         floor_ms = num_bytes / peaks.read_tb_s / 1e9
         yield Row(
             f"step {count}", f"step of {count} at a context of {CONTEXT}", "ms",
-            found["step_ms"], floor=floor_ms, wanted=wanted.get(f"step {count}"),
+            steps["step_ms"], floor=floor_ms, wanted=wanted.get(f"step {count}"),
         )  # fmt: skip
         if count == 1:
             yield Row(
-                "idle 1", "idle between steps of one stream", "µs", found["idle_ms"] * 1000,
+                "idle 1", "idle between steps of one stream", "µs", steps["idle_ms"] * 1000,
                 wanted=wanted.get("idle 1"),
             )  # fmt: skip
         if count == 256:
-            share = 100 * found["idle_ms"] / found["step_ms"]
+            share = 100 * steps["idle_ms"] / steps["step_ms"]
             yield Row(
                 "idle 256", "idle between steps of 256", "% of a step", share,
                 wanted=wanted.get("idle 256"),
             )  # fmt: skip
             yield Row(
-                "host", "host time for a sequence and step, of 256", "µs", found["host_us"] / 256,
+                "host", "host time for a sequence and step, of 256", "µs", steps["host_us"] / 256,
                 wanted=wanted.get("host"),
             )  # fmt: skip
     per_token = (
@@ -255,9 +255,9 @@ class _TimedFlight:
     def results(self) -> Any:
         """See `Flight`."""
         begun_s = time.perf_counter()
-        found = self._flight.results()
+        results = self._flight.results()
         self._waited_s[-1] += time.perf_counter() - begun_s
-        return found
+        return results
 
     def elapsed_ms(self) -> float | None:
         """See `Flight`."""

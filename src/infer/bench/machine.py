@@ -80,7 +80,7 @@ def _measure(config: EngineConfig, device: torch.device, threads: int) -> dict[s
         for shape, count in shapes.items()
     ]
     best = max(read["best"], *(row["gb_s"] for layer in layers for row in layer["rows"]))
-    found = {
+    measured = {
         **environment(),
         "threads": threads,
         **about,
@@ -91,8 +91,8 @@ def _measure(config: EngineConfig, device: torch.device, threads: int) -> dict[s
     }
     if floor_of is not None:
         limits = floor(layers, best, head)
-        found["floor"] = {"model": floor_of.name, **limits}
-    return found
+        measured["floor"] = {"model": floor_of.name, **limits}
+    return measured
 
 
 def _of_memory(device: torch.device) -> tuple[dict[str, Any], dict[str, float]]:
@@ -195,7 +195,7 @@ def _layer(
     weight = torch.randn(height, width, device=device).mul_(width**-0.5).to(dtype)
     # A layer on a GPU holds the tensor that it was given.
     weights = (weight if device.type == "cpu" else weight.clone() for _ in range(copies))
-    layers = [make_linear(each, quantization=held) for each in weights]
+    layers = [make_linear(tensor, quantization=held) for tensor in weights]
     measured = []
     for num_rows in ROWS:
         # Products of many rows are bound by arithmetic, so a few layers are enough.

@@ -73,7 +73,7 @@ class BenchOptions:
                 "num_requests", f"prompts of {num_tokens:,} tokens; at most {MAX_PROMPT_TOKENS:,}"
             )
         planned = self.plan(0, vocab_size=2)  # refuses what it has to
-        if self.concurrency is not None and any(each.arrival_s for each in planned):
+        if self.concurrency is not None and any(request.arrival_s for request in planned):
             message = f"a closed loop has no arrival times, but {self.workload!r} has here"
             raise ConfigError("concurrency", message)
 
@@ -110,8 +110,8 @@ async def measure(
 
     how: dict[str, Any] = {"concurrency": options.concurrency, "timeout_s": options.timeout_s}
     warm = [
-        Planned(0.0, each.prompt, min(_WARMUP_TOKENS, each.output_len))
-        for each in options.plan(-1, vocab_size)[: options.warmup]
+        Planned(0.0, request.prompt, min(_WARMUP_TOKENS, request.output_len))
+        for request in options.plan(-1, vocab_size)[: options.warmup]
     ]
     if warm:
         await Drive(warm, target, **how).run()

@@ -222,9 +222,12 @@ def _table(rows: Sequence[Sequence[object]]) -> list[str]:
 
 def _cells(values: dict[str, Any]) -> list[str]:
     """A table cell for each of the three distributions, in milliseconds."""
-    found = [values.get(key) for key, _ in _HEADINGS.values()]
+    cell_values = [values.get(key) for key, _ in _HEADINGS.values()]
     ranks = ("p50", "p95", "p99")
-    return [" / ".join(f"{each[rank]:,.1f}" for rank in ranks) if each else "—" for each in found]
+    return [
+        " / ".join(f"{value[rank]:,.1f}" for rank in ranks) if value else "—"
+        for value in cell_values
+    ]
 
 
 def _page(results: Sequence[Result], plots: Sequence[str]) -> str:

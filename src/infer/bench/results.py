@@ -47,9 +47,9 @@ def distribution_ms(values_s: Iterable[float]) -> dict[str, float] | None:
     ordered = sorted(1000 * value for value in values_s)
     if not ordered:
         return None
-    found = {"mean": sum(ordered) / len(ordered)}
-    found |= {f"p{percent}": percentile(ordered, percent) for percent in PERCENTILES}
-    return {name: round(value, 3) for name, value in (found | {"max": ordered[-1]}).items()}
+    figures = {"mean": sum(ordered) / len(ordered)}
+    figures |= {f"p{percent}": percentile(ordered, percent) for percent in PERCENTILES}
+    return {name: round(value, 3) for name, value in (figures | {"max": ordered[-1]}).items()}
 
 
 def latencies(records: Iterable[Record]) -> dict[str, dict[str, float] | None]:
@@ -138,11 +138,11 @@ def engine_summary(
     names of `types.stats_summary`; and some of its counters."""
     counters = after.engine.counters.minus(before.engine.counters)
     engine = EngineStats(after.engine.gauges, counters)
-    found = summary_of(engine, after.limits)
-    if "batches_formed" in found and duration_s > 0:
-        found["batches_per_minute"] = round(60 * counters.num_batches_formed / duration_s, 3)
+    summary = summary_of(engine, after.limits)
+    if "batches_formed" in summary and duration_s > 0:
+        summary["batches_per_minute"] = round(60 * counters.num_batches_formed / duration_s, 3)
     names = engine.by_name(after.limits.batching_mode)
-    return found | {name: names[name] for name in COUNTED if name in names}
+    return summary | {name: names[name] for name in COUNTED if name in names}
 
 
 def run_document(summary: dict[str, Any], records: Iterable[Record]) -> dict[str, Any]:

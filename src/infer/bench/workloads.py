@@ -283,7 +283,7 @@ def options_of(name: str) -> dict[str, Any]:
     if name not in WORKLOADS:
         raise ConfigError("workload", f"must be one of {', '.join(WORKLOADS)}; not {name!r}")
     parameters = list(inspect.signature(WORKLOADS[name]).parameters.values())[1:]
-    return {each.name: each.default for each in parameters}
+    return {parameter.name: parameter.default for parameter in parameters}
 
 
 def resolve_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -294,7 +294,7 @@ def resolve_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     options = options_of(name)
     for option, value in given.items():
         if option not in options:
-            has = ", ".join(f"--{each.replace('_', '-')}" for each in options)
+            has = ", ".join(f"--{known.replace('_', '-')}" for known in options)
             raise ConfigError(option, f"the workload {name!r} has no such option; it has {has}")
         if option == "arrivals" and value not in ARRIVALS:
             raise ConfigError(option, f"must be one of {', '.join(ARRIVALS)}; not {value!r}")

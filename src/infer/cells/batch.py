@@ -82,7 +82,7 @@ class Batch:
                 f"pos must be at least 0, or None for the next position, not {pos}", param="pos"
             )
         if isinstance(seq_ids, Iterable):
-            members = tuple(sorted({_integer("seq_id", each) for each in seq_ids}))
+            members = tuple(sorted({_integer("seq_id", seq_id) for seq_id in seq_ids}))
         else:
             members = (_integer("seq_id", seq_ids),)
         self.token[index], self.pos[index] = id_, place

@@ -245,8 +245,8 @@ class Context:
                 f" {self._output_ids[:20]}",
                 param="i",
             )
-        found: Float32 = self._logits[row]
-        return found
+        logits: Float32 = self._logits[row]
+        return logits
 
     @property
     def batch_cells(self) -> list[int]:

@@ -125,12 +125,12 @@ def _read(
     cells: CellTable,
     seq: int | None,
 ) -> SavedCells:
-    wanted, found = header.fields(), file.metadata() or {}
+    wanted, stored = header.fields(), file.metadata() or {}
     for name in ("format", "kind", "model", "dtype", "layout"):
-        if found.get(name) != wanted[name]:
-            of = f", of the model {found.get('model_name')!r:.80}" if name == "model" else ""
+        if stored.get(name) != wanted[name]:
+            of = f", of the model {stored.get('model_name')!r:.80}" if name == "model" else ""
             raise LoadError(
-                f"{path}: its {name} is {found.get(name)!r:.80}{of}; this context reads"
+                f"{path}: its {name} is {stored.get(name)!r:.80}{of}; this context reads"
                 f" {wanted[name]!r}{' (' + header.model_name + ')' if of else ''}"
             )
     num, dtype = _shape(path, file, "token")[0], wanted["dtype"]
@@ -149,8 +149,8 @@ def _read(
     )
     room = cells.num_cells
     if seq is not None:  # cells that another sequence shares with this one stay
-        own = cells.held[seq] & (cells.held.sum(axis=0) == 1)
-        room = cells.num_free + int(own.sum())
+        of_seq = cells.held[seq] & (cells.held.sum(axis=0) == 1)
+        room = cells.num_free + int(of_seq.sum())
     if num > room:
         raise LoadError(f"{path}: it has {num} cells, and there is room for {room}")
     bad = (token < 0) | (token >= limits.vocab_size) | (pos < 0) | (pos >= limits.max_seq_len)
@@ -162,8 +162,8 @@ def _read(
         )
     if (np.abs(shift) > limits.max_seq_len).any():
         raise LoadError(f"{path}: a shift is larger than the {limits.max_seq_len} positions")
-    one: tuple[int, ...] = () if seq is None else (seq,)
-    seq_ids = [one] * num if one else _sets(path, ends, ids, num, cells.max_seqs)
+    members: tuple[int, ...] = () if seq is None else (seq,)
+    seq_ids = [members] * num if members else _sets(path, ends, ids, num, cells.max_seqs)
     keys, values = (
         [file.get_tensor(f"{kind}.{layer}") for layer in range(header.num_layers)]
         for kind in ("keys", "values")

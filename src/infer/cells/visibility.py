@@ -97,14 +97,14 @@ class Visibility:
         lengths = (index[np.array(starts[1:]) - 1] + 1).tolist()
         groups = group[begins]
         if self._is_single:
-            seqs = np.array([self._sets[each][0] for each in groups.tolist()])
+            seqs = np.array([self._sets[set_index][0] for set_index in groups.tolist()])
             is_gapless = all(map(self._cells.is_gapless, seqs.tolist()))
             tables = self._cells.rows(seqs, max(lengths))
         else:
             tables = np.zeros((len(groups), max(lengths)), np.int64)
             is_gapless = True
-            for row, (each, length) in enumerate(zip(groups.tolist(), lengths, strict=True)):
-                tables[row, :length] = self._table(each)[:length]
+            for row, (set_index, length) in enumerate(zip(groups.tolist(), lengths, strict=True)):
+                tables[row, :length] = self._table(set_index)[:length]
                 is_gapless &= bool((np.diff(self._cells.pos[tables[row, :length] - 1]) == 1).all())
         return _Runs(order + first, starts, lengths, tables, is_gapless)
 
@@ -118,9 +118,9 @@ class Visibility:
         for row, (start, end) in enumerate(zip(runs.starts, runs.starts[1:], strict=False)):
             table = runs.tables[row, : runs.lengths[row]]
             pos = self._cells.pos[table - 1]
-            for own in range(len(table) - (end - start), len(table)):
-                low = np.searchsorted(pos, pos[own] - window, side="right")
-                seen.append(table[low : own + 1])
+            for index in range(len(table) - (end - start), len(table)):
+                low = np.searchsorted(pos, pos[index] - window, side="right")
+                seen.append(table[low : index + 1])
         tables = np.zeros((len(seen), max(map(len, seen))), np.int64)
         for row, cells in enumerate(seen):
             tables[row, : len(cells)] = cells

@@ -229,8 +229,8 @@ def _engine_lines(engine: dict[str, Any]) -> list[str]:
             " tokens accepted"
         )
     if "mean_wait_ms" in engine:
-        found = [f"{name} {engine[f'{name}_wait_ms']:,.1f}" for name in ("mean", "p50", "p99")]
-        lines.append(f"wait for a seat, ms: {', '.join(found)}")
+        waits = [f"{name} {engine[f'{name}_wait_ms']:,.1f}" for name in ("mean", "p50", "p99")]
+        lines.append(f"wait for a seat, ms: {', '.join(waits)}")
     if "mean_batch_size" in engine:
         lines.append(
             f"{engine['batches_formed']} static batches of {engine['mean_batch_size']} requests,"
@@ -246,9 +246,9 @@ def _group_table(groups: dict[str, Any]) -> Table:
         table.add_column(f"{_HEADINGS[key]} {rank}", justify="right")
     for group, rows in groups.items():
         cells = [rows.get(key) for key, _ in shown]
-        found = zip(cells, shown, strict=True)
+        columns = zip(cells, shown, strict=True)
         table.add_row(
-            escape(group), *(f"{cell[rank]:,.1f}" if cell else "" for cell, (_, rank) in found)
+            escape(group), *(f"{cell[rank]:,.1f}" if cell else "" for cell, (_, rank) in columns)
         )
     return table
 
@@ -294,16 +294,16 @@ def gpu(
 
     try:
         config = EngineConfig.from_kwargs(model=model, device="cuda", **settings)
-        found = measure_gpu(config, print_row, quick=quick)
+        limits = measure_gpu(config, print_row, quick=quick)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
-    peaks = found["peaks"]
+    peaks = limits["peaks"]
     notes.print(
-        f"{found['gpu']}: copy {peaks['copy_tb_s']:.2f} TB/s, read {peaks['read_tb_s']:.2f} TB/s,"
+        f"{limits['gpu']}: copy {peaks['copy_tb_s']:.2f} TB/s, read {peaks['read_tb_s']:.2f} TB/s,"
         f" products {peaks['product_tflop_s']:.0f} Tflop/s",
         markup=False,
     )
-    line = json.dumps(found)
+    line = json.dumps(limits)
     if json_file is not None:
         json_file.write_text(line, encoding="utf-8")
     print(line)
@@ -328,33 +328,34 @@ def machine(
     settings: dict[str, Any] = {"dtype": dtype, "num_threads": num_threads, "device": device}
     config = EngineConfig(model=model, **settings)
     with notes.status("measuring; nothing else should run …"):
-        found = measure_machine(config)
-    if peaks := found.get("peaks"):
+        limits = measure_machine(config)
+    if peaks := limits.get("peaks"):
         heading = (
-            f"{found['gpu']}: copies [bold]{peaks['copy_tb_s']:.2f}[/] TB/s (read and written),"
+            f"{limits['gpu']}: copies [bold]{peaks['copy_tb_s']:.2f}[/] TB/s (read and written),"
             f" reads {peaks['read_tb_s']:.2f} TB/s,"
             f" multiplies [bold]{peaks['product_tflop_s']:,.0f}[/] Tflop/s in bfloat16"
         )
     else:
         heading = (
-            f"{found['machine']['cpu']}, {found['threads']} threads, torch: {found['torch_isa']},"
-            f" attention: {found['attention']}\nreads [bold]{found['best_read_gb_s']:.1f}[/] GB/s"
-            f" (a plain loop: best {found['read_gb_s']['best']:.1f},"
-            f" median {found['read_gb_s']['median']:.1f})"
+            f"{limits['machine']['cpu']}, {limits['threads']} threads,"
+            f" torch: {limits['torch_isa']}, attention: {limits['attention']}"
+            f"\nreads [bold]{limits['best_read_gb_s']:.1f}[/] GB/s"
+            f" (a plain loop: best {limits['read_gb_s']['best']:.1f},"
+            f" median {limits['read_gb_s']['median']:.1f})"
         )
     notes.print(heading, highlight=False)
-    kinds = ", ".join(dict.fromkeys(layer["kind"] for layer in found["layers"]))
-    title = f"{found['dtype']} layers ({kinds}): Gflop/s by number of rows"
+    kinds = ", ".join(dict.fromkeys(layer["kind"] for layer in limits["layers"]))
+    title = f"{limits['dtype']} layers ({kinds}): Gflop/s by number of rows"
     table = Table("layer", "×", "GB/s at 1", title=title, box=box.SIMPLE)
-    for row in found["layers"][0]["rows"]:
+    for row in limits["layers"][0]["rows"]:
         table.add_column(str(row["rows"]), justify="right")
-    for layer in found["layers"]:
+    for layer in limits["layers"]:
         rates = [f"{row['gflop_s']:,.0f}" for row in layer["rows"]]
         read = f"{layer['rows'][0]['gb_s']:.1f}"
         name = f"{layer['in']} → {layer['out']}"
         table.add_row(name, str(layer["count"]), read, *rates)
     notes.print(table)
-    if floor := found.get("floor"):
+    if floor := limits.get("floor"):
         notes.print(
             f"[bold]{escape(floor['model'])}[/]: a token reads"
             f" {floor['bytes_per_token'] / 1e6:,.1f} MB of weights; from memory, not a cache,"
@@ -363,4 +364,4 @@ def machine(
             f" allow [bold]{floor['prefill_tok_s']:,.0f}[/] prompt tok/s.",
             highlight=False,
         )
-    print(json.dumps(found))
+    print(json.dumps(limits))

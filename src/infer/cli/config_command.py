@@ -32,8 +32,8 @@ def show(
     settings: dict[str, Any],
 ) -> None:
     """Check the settings of infer serve, and say where each is from: a flag, a variable, a file."""
-    found = Configuration.read(flags_of(model, models, address, server, settings), config)
-    rows = found.rows()
+    configuration = Configuration.read(flags_of(model, models, address, server, settings), config)
+    rows = configuration.rows()
     if as_json_text:
         print(as_json(rows))
         return

@@ -57,7 +57,7 @@ class Given(NamedTuple):
 
 def settings_by_name() -> dict[str, Setting]:
     """All settings of a server, in the order of `KINDS`."""
-    return {each.name: each for kind in KINDS for each in settings_of(kind)}
+    return {setting.name: setting for kind in KINDS for setting in settings_of(kind)}
 
 
 def flag_of(name: str) -> str:
@@ -95,13 +95,13 @@ class Configuration:
         given = {**_of_file(file), **over}
         address, server = _made(ListenAddress, given), _made(ServerSettings, given)
         _check_together(given, address, server)
-        names = [each.name for each in settings_of(EngineConfig) if each.name != MODEL]
+        names = [setting.name for setting in settings_of(EngineConfig) if setting.name != MODEL]
         engine = {name: given[name].value for name in names if name in given}
         models = given[MODEL].value if MODEL in given else []
         presets = _presets(given, engine, set(over), server)
         try:
             has_folder = server.models_dir is not None
-            configs = configs_of(models, engine, presets.own, has_folder=has_folder)
+            configs = configs_of(models, engine, presets.of_models, has_folder=has_folder)
         except ConfigError as error:
             raise _with_origin(error, given) from None
         _check_aliases(presets, configs, given)
@@ -193,14 +193,19 @@ def _of_file(file: Path | None) -> dict[str, Given]:
         if name in (MODEL, MODELS):
             given[MODEL] = Given(_models_in_file(name, value, origin), origin)
             if name == MODELS:
-                tables = {key: it for key, it in value.items() if isinstance(it, dict)}
+                tables = {
+                    key: value_of for key, value_of in value.items() if isinstance(value_of, dict)
+                }
                 given[MODELS] = Given(tables, origin)
         elif name not in known:
             problem = _message(unknown_setting(name, [*known, MODELS]))
             raise ConfigError(name, f"{problem} ({origin})")
         else:
             given[name] = Given(_natural(known[name], value), origin)
-    if any(name in known and _is_secret(known[name], it.value) for name, it in given.items()):
+    if any(
+        name in known and _is_secret(known[name], value_of.value)
+        for name, value_of in given.items()
+    ):
         warn_if_shared(file.expanduser())
     return given
 
@@ -213,9 +218,9 @@ def _models_in_file(name: str, value: Any, origin: str) -> list[str]:
                     name, f"{key!r} is no name, which has letters, digits, ._- only ({origin})"
                 )
         paths = {
-            key: it[PATH] if isinstance(it, dict) else it
-            for key, it in value.items()
-            if not isinstance(it, dict) or PATH in it
+            key: model[PATH] if isinstance(model, dict) else model
+            for key, model in value.items()
+            if not isinstance(model, dict) or PATH in model
         }
         return [f"{key}={path}" for key, path in paths.items()]
     texts = value if isinstance(value, list) else [value]
@@ -248,14 +253,14 @@ def _presets(
     if MODELS not in given:
         return Presets(settings)
     tables, origin, _ = given[MODELS]
-    known = {each.name: each for each in settings_of(EngineConfig)}
-    own: dict[str, dict[str, Any]] = {}
+    known = {setting.name: setting for setting in settings_of(EngineConfig)}
+    own_settings: dict[str, dict[str, Any]] = {}
     aliases: dict[str, str] = {}
     for model, table in tables.items():
         if PATH not in table and server.models_dir is None:
             message = f"{model!r} has no path, and there is no models_dir it could be in"
             raise ConfigError(MODELS, f"{message} ({origin})")
-        own[model] = {}
+        own_settings[model] = {}
         for name, value in table.items():
             if name in (PATH, ALIASES):
                 continue
@@ -264,13 +269,13 @@ def _presets(
                 problem = _message(unknown_setting(name, names))
                 raise ConfigError(MODELS, f"{model}.{name}: {problem} ({origin})")
             if name not in over:
-                own[model][name] = _natural(known[name], value)
+                own_settings[model][name] = _natural(known[name], value)
         for alias in table.get(ALIASES, ()):
             if aliases.setdefault(alias, model) != model:
                 message = f"{alias!r} is an alias of two models, {aliases[alias]} and {model}"
                 raise ConfigError(MODELS, f"{message} ({origin})")
-    presets = Presets(settings, own, aliases)
-    for model in own:
+    presets = Presets(settings, own_settings, aliases)
+    for model in own_settings:
         try:
             presets.config_of(model, "-")
         except ConfigError as error:
@@ -285,7 +290,9 @@ def _check_aliases(
 ) -> None:
     for alias in presets.aliases:
         problem = ""
-        if not isinstance(configs, EngineConfig) and (alias in configs or alias in presets.own):
+        if not isinstance(configs, EngineConfig) and (
+            alias in configs or alias in presets.of_models
+        ):
             problem = "is the name of a model, too"
         elif not re.fullmatch(MODEL_NAME, alias):
             problem = "is no name, which has letters, digits, ._- only"
@@ -315,16 +322,16 @@ def _lines_of(text: str) -> dict[str, int]:
     lines: dict[str, int] = {}
     is_top = True
     for number, line in enumerate(text.splitlines(), 1):
-        if found := _TABLE.match(line):
+        if match := _TABLE.match(line):
             is_top = False
-            lines.setdefault(found[1], number)
-        elif is_top and (found := _KEY.match(line)):
-            lines.setdefault(next(filter(None, found.groups())), number)
+            lines.setdefault(match[1], number)
+        elif is_top and (match := _KEY.match(line)):
+            lines.setdefault(next(filter(None, match.groups())), number)
     return lines
 
 
 def _made(kind: Any, given: Mapping[str, Given]) -> Any:
-    names = (each.name for each in settings_of(kind))
+    names = (setting.name for setting in settings_of(kind))
     try:
         return kind(**{name: given[name].value for name in names if name in given})
     except ConfigError as error:
@@ -333,10 +340,10 @@ def _made(kind: Any, given: Mapping[str, Given]) -> Any:
 
 def _with_origin(error: ConfigError, given: Mapping[str, Given]) -> ConfigError:
     """The error, with the place of the setting that it names; a flag has its name already."""
-    found = given.get(error.field)
-    if found is None or found.is_flag:
+    value = given.get(error.field)
+    if value is None or value.is_flag:
         return error
-    return ConfigError(error.field, f"{_message(error)} ({found.origin})")
+    return ConfigError(error.field, f"{_message(error)} ({value.origin})")
 
 
 def _message(error: ConfigError) -> str:
@@ -363,11 +370,11 @@ def schema() -> dict[str, Any]:
     text = {"type": "string", "minLength": 1}
     several = {"type": "array", "items": text, "minItems": 1}
     properties[MODEL] = {"description": properties[MODEL]["description"], "anyOf": [text, several]}
-    of_engine = [each.name for each in settings_of(EngineConfig) if each.name not in NOT_OF_ONE]
-    own = {PATH: text, ALIASES: {"type": "array", "items": text}}
+    of_engine = [known.name for known in settings_of(EngineConfig) if known.name not in NOT_OF_ONE]
+    properties_of_model = {PATH: text, ALIASES: {"type": "array", "items": text}}
     table = {
         "type": "object",
-        "properties": own | {name: properties[name] for name in of_engine},
+        "properties": properties_of_model | {name: properties[name] for name in of_engine},
         "additionalProperties": False,
     }
     properties[MODELS] = {
@@ -390,18 +397,18 @@ def schema() -> dict[str, Any]:
 
 def _schema_of(setting: Setting) -> dict[str, Any]:
     kinds = msgspec.json.schema(setting.annotation)
-    one_of = [each for each in kinds.pop("anyOf", [kinds]) if each.get("type") != "null"]
+    one_of = [kind for kind in kinds.pop("anyOf", [kinds]) if kind.get("type") != "null"]
     if setting.takes_mapping:
         one_of.append({"type": "object"})
     if setting.is_repeatable:
         one_of.append({"type": "array", "items": {"type": "string", "minLength": 1}})
     if numbers := [int(name) for name in setting.names if name.isdecimal()]:
         one_of.append({"enum": numbers})
-    found = dict(one_of[0]) if len(one_of) == 1 else {"anyOf": one_of}
-    found["description"] = setting.help
+    schema = dict(one_of[0]) if len(one_of) == 1 else {"anyOf": one_of}
+    schema["description"] = setting.help
     if setting.default is not None:
-        found["default"] = setting.default
-    return found
+        schema["default"] = setting.default
+    return schema
 
 
 def read_again(
@@ -410,7 +417,7 @@ def read_again(
     """The settings as variables and file have them now, of which a running server takes those that
     are live, and the names of the others that have changed. Raises `ConfigError`."""
     now = Configuration.read(flags, file).server
-    live = {each.name for each in settings_of(ServerSettings) if each.is_live}
+    live = {setting.name for setting in settings_of(ServerSettings) if setting.is_live}
     kept = {field.name: getattr(before, field.name) for field in fields(before)}
     changed = {name for name, value in kept.items() if getattr(now, name) != value}
     taken = {name: getattr(now, name) for name in changed & live}

@@ -77,8 +77,8 @@ class EngineState:
         the format."""
         if kind == "hello":
             if fields.get("version") != VERSION:
-                found = f"its format has version {fields.get('version')}, not {VERSION}"
-                raise ValueError(f"{found}: use the server's own `infer top`")
+                problem = f"its format has version {fields.get('version')}, not {VERSION}"
+                raise ValueError(f"{problem}: use the server's own `infer top`")
             self.hello = fields
         elif kind == "end":
             self.end = str(fields["reason"])
@@ -164,7 +164,9 @@ class EngineState:
                 seen.seat = self._free_seat(seen.state.replica)
 
     def _free_seat(self, replica: str) -> int:
-        taken = {each.seat for each in self.requests.values() if each.state.replica == replica}
+        taken = {
+            request.seat for request in self.requests.values() if request.state.replica == replica
+        }
         return next(seat for seat in range(len(taken) + 1) if seat not in taken)
 
     def _forget(self) -> None:
@@ -180,8 +182,8 @@ class EngineState:
     @property
     def replicas(self) -> dict[str, Fields]:
         """Gauges of each engine by name; empty where there is one."""
-        found = self.gauges.get("replicas", {})
-        return {name: each for name, each in found.items() if isinstance(each, dict)}
+        replicas = self.gauges.get("replicas", {})
+        return {name: gauges for name, gauges in replicas.items() if isinstance(gauges, dict)}
 
     def steps_of(self, replica: str) -> list[StepTotals]:
         """The steps of the last minute of one of several engines."""

@@ -212,8 +212,8 @@ def _text(event: Fields) -> str:
             differs = "; this engine computes other bits, so tokens may differ from here on"
             return waits + where + (differs if event.get("tokens_may_differ") else "")
         case "admitted":
-            found = f"{event['cached_tokens']} of {event['of_tokens']} tokens found in the cache"
-            return found + where + (f"; in {event['batch_id']}" if "batch_id" in event else "")
+            cached = f"{event['cached_tokens']} of {event['of_tokens']} tokens found in the cache"
+            return cached + where + (f"; in {event['batch_id']}" if "batch_id" in event else "")
         case "speculated":
             return f"{event['accepted']} of {event['proposed']} proposed tokens were accepted"
         case "preempted":

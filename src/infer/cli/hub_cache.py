@@ -22,8 +22,8 @@ from infer.models.registry import ARCHITECTURES
 def run_pull(model: str, revision: str | None) -> None:
     """Download a checkpoint of the hub, unless it is there; print where it is."""
     path, name = locate(model, revision=revision)
-    files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    size = sum(each.stat().st_size for each in files)
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
     Console(stderr=True).print(
         plain(f"{name}: {size / 1e9:.2f} GB; serve it with `infer serve {model}`", "dim"),
         highlight=False,

@@ -169,7 +169,7 @@ def chat(
     from infer.cli.terminal_chat import Chat
 
     chosen = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
-    sampling = {name: it for name, it in chosen.items() if it is not None}
+    sampling = {name: value for name, value in chosen.items() if value is not None}
     _sampling(**chosen)
     if url is not None and settings:
         name = next(iter(settings))
@@ -189,7 +189,7 @@ def _sampling(**chosen: float | None) -> SamplingParams:
     """The sampling of which only the options that are given are chosen."""
     from infer.types import SamplingParams
 
-    given: dict[str, Any] = {name: it for name, it in chosen.items() if it is not None}
+    given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     return SamplingParams(**given)
 
 

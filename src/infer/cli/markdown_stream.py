@@ -91,11 +91,11 @@ class MarkdownStream:
             return len(line) if newline or is_long else None
         if self._is_code:
             return held.index("\n") if "\n" in held else len(held)
-        found = _BREAK.search(held)
-        if found is None:
+        match = _BREAK.search(held)
+        if match is None:
             return len(held) if len(held) > MAX_HELD else None
-        is_wide = found[0][0] not in " \t\n"  # a line may be broken behind each of these
-        return found.end() if is_wide or not found.start() else found.start()
+        is_wide = match[0][0] not in " \t\n"  # a line may be broken behind each of these
+        return match.end() if is_wide or not match.start() else match.start()
 
     def _show(self, piece: str) -> None:
         if piece == "\n":
@@ -126,10 +126,10 @@ class MarkdownStream:
         if self._in_fence:
             self._put(text)
             return
-        found = _BLOCK.match(text)
-        assert found is not None  # it may be empty
-        blank, mark = found[1], found[2] or ""
-        rest = text[found.end() :]
+        match = _BLOCK.match(text)
+        assert match is not None  # it may be empty
+        blank, mark = match[1], match[2] or ""
+        rest = text[match.end() :]
         self._put(blank)
         if mark.startswith("#"):
             self._begin("heading")
@@ -166,7 +166,7 @@ class MarkdownStream:
     def _toggle(self, style: str) -> None:
         if style in self._styles:
             self._styles.remove(style)
-            self._write(_OFF + "".join(_ON[each] for each in self._styles))
+            self._write(_OFF + "".join(_ON[shown] for shown in self._styles))
         else:
             self._begin(style)
 
@@ -201,4 +201,4 @@ def _fitting(text: str, room: int, width: int) -> list[str]:
             part, columns, room = "", 0, width
         part += character
         columns += wide
-    return [each for each in [*parts, part] if each]
+    return [part_of_word for part_of_word in [*parts, part] if part_of_word]

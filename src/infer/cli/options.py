@@ -124,9 +124,9 @@ def with_options(
     is their heading in the help; the fields in `leave_out` become no options. Where some fields are
     common, the others are rare: see `ListedOptions`.
     """
-    settings = [each for each in settings_of(config) if each.name not in leave_out]
-    has_common = any(each.is_common for each in settings)
-    rare = frozenset(each.name for each in settings if has_common and not each.is_common)
+    settings = [setting for setting in settings_of(config) if setting.name not in leave_out]
+    has_common = any(setting.is_common for setting in settings)
+    rare = frozenset(setting.name for setting in settings if has_common and not setting.is_common)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         # typer makes the options from the signature.
@@ -137,7 +137,7 @@ def with_options(
         def called(**arguments: Any) -> None:
             if adds_help:
                 del arguments[_HELP_ALL]
-            options = {each.name: arguments.pop(each.name) for each in settings}
+            options = {setting.name: arguments.pop(setting.name) for setting in settings}
             for name, value in options.items():
                 if isinstance(value, list):
                     options[name] = ",".join(value) or None
@@ -150,10 +150,10 @@ def with_options(
             parameters[_HELP_ALL] = inspect.Parameter(
                 _HELP_ALL, kind, default=False, annotation=_HelpAll
             )
-        for each in settings:
-            option = _typer_option(each, panel)
-            parameters[each.name] = inspect.Parameter(
-                each.name, kind, default=None, annotation=option
+        for setting in settings:
+            option = _typer_option(setting, panel)
+            parameters[setting.name] = inspect.Parameter(
+                setting.name, kind, default=None, annotation=option
             )
         called.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
         setattr(called, _RARE, rare | getattr(command, _RARE, frozenset()))

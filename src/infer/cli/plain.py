@@ -69,7 +69,7 @@ def print_line(console: Console, line: Text) -> None:
     rows = [line]
     if console.is_terminal:
         lines = line.split("\n", allow_blank=True)
-        rows = [row for each in lines for row in _rows(each, console.width)]
+        rows = [row for text_line in lines for row in _rows(text_line, console.width)]
     for row in rows:
         console.print(row, highlight=False, soft_wrap=True)
 

@@ -37,7 +37,7 @@ def run_ps(url: str, api_key: str | None) -> None:
     """Print the models of a server. Raises `InferError` where it has no list of them."""
     wrong = "its answer is no list of models"
     data = get_json(url, "/v1/models", api_key, wrong).get("data")
-    if not isinstance(data, list) or not all(isinstance(each, dict) for each in data):
+    if not isinstance(data, list) or not all(isinstance(entry, dict) for entry in data):
         raise InferError(f"no infer server answers at {url}: {wrong}")
     table = Table("model", "status", "context", "", box=box.SIMPLE)
     for model in data:

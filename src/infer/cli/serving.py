@@ -84,15 +84,15 @@ def serve(
     with contextlib.ExitStack() as held:
         hangup = held.enter_context(Hangup().ignored_meanwhile())
         held.enter_context(ended_by_signals())
-        found = Configuration.read(flags, config)
-        chosen, configs = found.server, found.configs
+        configuration = Configuration.read(flags, config)
+        chosen, configs = configuration.server, configuration.configs
         early: EarlyProcess | None = context.obj  # started by `cli.entry`
         if early is None and not (engine_thread or chosen.load_on_first_use):
             early = held.enter_context(EarlyProcess())
         held.enter_context(
             log_on_stderr(chosen.log_format, chosen.log_level, is_quiet=chosen.quiet)
         )
-        at, names = found.address, names_of(configs)
+        at, names = configuration.address, names_of(configs)
         listener = held.enter_context(listening(chosen, at.host, at.port, names))
         screen = held.enter_context(screen_of(chosen.log_format, names))
         # These imports take as long as half of those of the engine process.
@@ -107,5 +107,5 @@ def serve(
             read_again=functools.partial(read_again, flags, config),
             hangup=hangup,
             screen=screen,
-            presets=found.presets,
+            presets=configuration.presets,
         )

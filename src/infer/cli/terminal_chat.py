@@ -86,7 +86,7 @@ class Chat:
         if name in self._commands:
             self._commands[name][0](rest.strip())
         elif name.startswith("/") and "\n" not in text and "/" not in name[1:]:
-            near = [each for each in self._commands if each.startswith(name)]
+            near = [command for command in self._commands if command.startswith(name)]
             near = near or get_close_matches(name, self._commands, 2, 0.7)
             hint = f"do you mean {' or '.join(near)}?" if near else "/help lists the commands"
             note(self._notes, f"{name} is not a command; {hint}", "yellow")
@@ -134,7 +134,7 @@ class Chat:
             note(self._notes, f"{name:<9} {text}")
 
     def _reset(self, _: str) -> None:
-        self._messages = [each for each in self._messages[:1] if each["role"] == "system"]
+        self._messages = [message for message in self._messages[:1] if message["role"] == "system"]
         note(self._notes, "a new conversation")
 
     def _system(self, text: str) -> None:
@@ -142,13 +142,17 @@ class Chat:
             self._messages = [{"role": "system", "content": text}]
             note(self._notes, "a new conversation with this system message")
             return
-        systems = [each["content"] for each in self._messages[:1] if each["role"] == "system"]
+        systems = [
+            message["content"] for message in self._messages[:1] if message["role"] == "system"
+        ]
         note(self._notes, systems[0] if systems else "there is no system message")
 
     def _set(self, text: str) -> None:
         name, _, value = text.replace("=", " ").partition(" ")
         if not name:
-            chosen = ", ".join(f"{each} {it}" for each, it in self._sampling.items())
+            chosen = ", ".join(
+                f"{field} {chosen_value}" for field, chosen_value in self._sampling.items()
+            )
             note(self._notes, chosen or "nothing is chosen: all as the model says")
             return
         sampling = dict(self._sampling)
@@ -162,7 +166,7 @@ class Chat:
         try:
             SamplingParams(**sampling)
         except TypeError:
-            fields = [each for each in Sampling.__slots__ if each not in ("given", "grammar")]
+            fields = [field for field in Sampling.__slots__ if field not in ("given", "grammar")]
             raise InferError(f"there is no field {name!r}; there are {', '.join(fields)}") from None
         self._sampling = sampling
         note(self._notes, f"{name} is {sampling.get(name, 'as the model says')}")
@@ -177,7 +181,7 @@ class Chat:
         self._messages = self._messages[:last]
 
     def _last_question(self, otherwise: str) -> int:
-        users = [at for at, each in enumerate(self._messages) if each["role"] == "user"]
+        users = [at for at, message in enumerate(self._messages) if message["role"] == "user"]
         if not users:
             raise InferError(otherwise)
         return users[-1]
@@ -195,8 +199,8 @@ class Chat:
         try:
             fields = parse_json(read_text(_path(name, "/load"), MAX_FILE_BYTES))
             messages = [
-                {"role": str(each["role"]), "content": str(each["content"])}
-                for each in fields["messages"]
+                {"role": str(message["role"]), "content": str(message["content"])}
+                for message in fields["messages"]
             ]
             sampling = dict(fields.get("sampling") or {})
             SamplingParams(**sampling)
@@ -237,7 +241,7 @@ class Chat:
             text = self._answer([*self._messages, {"role": "user", "content": SUMMARISE}])
         finally:
             self._cuts = before
-        systems = [each for each in self._messages[:1] if each["role"] == "system"]
+        systems = [message for message in self._messages[:1] if message["role"] == "system"]
         begin = {"role": "user", "content": f"What we have talked about so far:\n\n{text}"}
         self._messages = [*systems, begin, {"role": "assistant", "content": "I see."}]
         note(self._notes, "the conversation goes on with this summary")

@@ -225,9 +225,9 @@ def _charts(state: EngineState, width: int) -> Iterator[Text]:
     # The steps of several engines are not one another's: each has a line of its own.
     for replica in state.replicas or [""]:
         name = f"rows {_short(replica)}" if replica else "rows a step"
-        own = state.steps_of(replica)
-        rows = [(step.ended_ms, step.num_sequences) for step in own]
-        steps = [(step.ended_ms, step.num_steps) for step in own]
+        steps_of_replica = state.steps_of(replica)
+        rows = [(step.ended_ms, step.num_sequences) for step in steps_of_replica]
+        steps = [(step.ended_ms, step.num_steps) for step in steps_of_replica]
         columns = state.history(rows, num_columns), state.history(steps, num_columns)
         means = [a / b if b else 0.0 for a, b in zip(*columns, strict=True)]
         yield _chart(name, means, state.rate(rows) / (state.rate(steps) or 1))
@@ -289,16 +289,20 @@ def _table(state: EngineState, rows: list[SeenRequest], width: int) -> Table:
         choice = f" #{request.choice}" if request.choice else ""
         if len(name) + len(choice) > (most := 13 if is_narrow else 24):  # the choice stays
             name = f"{name[: most - 1 - len(choice)]}…"
-        own = request.state
-        style = {"running": "green", "preempted": "yellow"}.get(own.status, "dim")
-        doing = "prompt" if own.status == "running" and not own.num_output else own.status
+        state_of_request = request.state
+        style = {"running": "green", "preempted": "yellow"}.get(state_of_request.status, "dim")
+        doing = (
+            "prompt"
+            if state_of_request.status == "running" and not state_of_request.num_output
+            else state_of_request.status
+        )
         table.add_row(
-            *([plain(own.replica)] if has_replicas else []),
+            *([plain(state_of_request.replica)] if has_replicas else []),
             "" if request.seat is None else str(request.seat + 1),
             plain(f"{name}{choice}", "dim" if request.name is None else ""),
             plain(doing, style),
             _progress(request, room),
-            f"{own.num_tokens}+{own.num_output}/{request.max_tokens}",
+            f"{state_of_request.num_tokens}+{state_of_request.num_output}/{request.max_tokens}",
             *([] if is_tiny else [f"{(state.now_ms - request.since_ms) / 1000:.1f} s"]),
         )
     return table
@@ -306,11 +310,11 @@ def _table(state: EngineState, rows: list[SeenRequest], width: int) -> Table:
 
 def _progress(request: SeenRequest, room: int) -> Text:
     """A bar of the request's tokens: found in the cache, computed of the prompt, generated."""
-    own = request.state
-    num_prompt, total = own.num_tokens, max(1, own.num_tokens + request.max_tokens)
-    cached = min(own.num_cached, num_prompt)
-    computed = max(cached, min(own.num_computed, num_prompt))
-    marks = [cached, computed, num_prompt, num_prompt + own.num_output, total]
+    state = request.state
+    num_prompt, total = state.num_tokens, max(1, state.num_tokens + request.max_tokens)
+    cached = min(state.num_cached, num_prompt)
+    computed = max(cached, min(state.num_computed, num_prompt))
+    marks = [cached, computed, num_prompt, num_prompt + state.num_output, total]
     ends = [round(room * mark / total) for mark in marks]
     pieces = [("▒", "blue"), ("▓", "magenta"), ("·", "dim"), ("█", "green"), ("·", "dim")]
     bar, begin = Text(), 0

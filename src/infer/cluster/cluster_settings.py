@@ -107,15 +107,15 @@ class ClusterSettings:
     @property
     def labels(self) -> dict[str, str]:
         """`node_selector`: what machines must have, by the labels' names."""
-        found = {}
+        labels = {}
         for pair in self.node_selector.split(",") if self.node_selector else ():
             name, equals, value = map(str.strip, pair.partition("="))
             if not equals or not _LABEL_NAME.fullmatch(name) or not _LABEL.fullmatch(value):
                 raise ConfigError(
                     "node_selector", f"{pair!r:.80} is not a label such as zone=a or disk=!hdd"
                 )
-            found[name] = value
-        return found
+            labels[name] = value
+        return labels
 
     @property
     def range(self) -> tuple[int, int]:
@@ -148,7 +148,7 @@ class AllSettings:
         """From keys and values; raises `ConfigError` for an unknown key or an impossible value."""
         kinds: tuple[Any, ...] = (ClusterSettings, EngineConfig, ServerSettings)
         specs = [{spec.name: spec for spec in settings_of(kind)} for kind in kinds]
-        found: list[dict[str, Any]] = [{} for _ in kinds]
+        values: list[dict[str, Any]] = [{} for _ in kinds]
         for key, value in arguments.items():
             if key in NOT_IN_A_CLUSTER:
                 raise ConfigError(key, f"has no meaning in a cluster: {NOT_IN_A_CLUSTER[key]}")
@@ -156,8 +156,8 @@ class AllSettings:
             place = next((i for i, names in enumerate(specs) if key in names), None)
             if place is None:
                 raise unknown_setting(key, [name for names in specs for name in names])
-            found[place][key] = _value(specs[place][key], value)
-        cluster, engine, server = found
+            values[place][key] = _value(specs[place][key], value)
+        cluster, engine, server = values
         if str(cluster.get("fronts", 1)) != "1":
             # A file in the state folder of each front's machine would show each its own sessions.
             server.setdefault("sessions", NO_SESSIONS)
@@ -220,8 +220,8 @@ def settings_of_models(arguments: Mapping[str, Any]) -> dict[str, AllSettings]:
         message = "several models in one application have one front: for more, give each its own"
         raise ConfigError("fronts", message)
     return {
-        name: _settings_of_model(name, own, common)
-        for name, own in _table(arguments["models"]).items()
+        name: _settings_of_model(name, settings, common)
+        for name, settings in _table(arguments["models"]).items()
     }
 
 
@@ -237,20 +237,22 @@ def _table(models: Any) -> Mapping[str, Any]:
     return table
 
 
-def _settings_of_model(name: str, own: Any, common: Mapping[str, Any]) -> AllSettings:
+def _settings_of_model(name: str, settings: Any, common: Mapping[str, Any]) -> AllSettings:
     """Raises `ConfigError`, which names the model."""
     of_engines = [*settings_of(EngineConfig), *settings_of(ClusterSettings)]
     known = {spec.name for spec in of_engines} - {"model", "served_model_name", *OF_A_FRONT}
     try:
         if not re.fullmatch(MODEL_NAME, name):
             raise ConfigError("name", "must be letters, digits and ._-")
-        if not isinstance(own, Mapping) or not own.get("path"):
+        if not isinstance(settings, Mapping) or not settings.get("path"):
             raise ConfigError("path", "is missing")
-        for key in own:
+        for key in settings:
             if key not in known and key != "path":
                 raise ConfigError(key, "is no setting of one model")
-        mine = {key: value for key, value in own.items() if key != "path"}
-        return AllSettings.of({**common, **mine, "model": own["path"], "served_model_name": name})
+        mine = {key: value for key, value in settings.items() if key != "path"}
+        return AllSettings.of(
+            {**common, **mine, "model": settings["path"], "served_model_name": name}
+        )
     except ConfigError as error:
         raise ConfigError("models", f"{name!r:.100}: {error}") from None
 
@@ -279,27 +281,27 @@ class Machine:
 
 def resources_of(cluster: ClusterSettings) -> dict[str, float]:
     """What Ray reserves for an engine, by Ray's names."""
-    found = {"CPU": float(cluster.cpus)}
+    resources = {"CPU": float(cluster.cpus)}
     if cluster.gpus:
-        found["GPU"] = cluster.gpus
+        resources["GPU"] = cluster.gpus
     if cluster.memory_gib:
-        found["memory"] = float(int(cluster.memory_gib * 2**30))
+        resources["memory"] = float(int(cluster.memory_gib * 2**30))
     if cluster.accelerator:  # Ray has one on each machine of the kind, for selection only
-        found[f"accelerator_type:{cluster.accelerator}"] = 0.001
-    return found
+        resources[f"accelerator_type:{cluster.accelerator}"] = 0.001
+    return resources
 
 
 def actor_options(cluster: ClusterSettings) -> dict[str, Any]:
     """The same, as Ray Serve has it for an actor, and where it may run."""
     resources = resources_of(cluster)
-    found: dict[str, Any] = {"num_cpus": resources.pop("CPU")}
+    options: dict[str, Any] = {"num_cpus": resources.pop("CPU")}
     for name, option_name in (("GPU", "num_gpus"), ("memory", "memory")):
         if name in resources:
-            found[option_name] = resources.pop(name)
-    found["resources"] = resources
+            options[option_name] = resources.pop(name)
+    options["resources"] = resources
     if cluster.labels:
-        found["label_selector"] = cluster.labels
-    return found
+        options["label_selector"] = cluster.labels
+    return options
 
 
 def num_fitting(cluster: ClusterSettings, machines: Sequence[Machine]) -> int:
@@ -318,13 +320,13 @@ def why_too_many(cluster: ClusterSettings, machines: Sequence[Machine], count: i
     fitting = num_fitting(cluster, machines)
     if fitting >= count:
         return ""
-    each = f"cpus={cluster.cpus}" + (f", gpus={cluster.gpus:g}" if cluster.gpus else "")
-    each += f", memory_gib={cluster.memory_gib:g}" if cluster.memory_gib else ""
+    needs = f"cpus={cluster.cpus}" + (f", gpus={cluster.gpus:g}" if cluster.gpus else "")
+    needs += f", memory_gib={cluster.memory_gib:g}" if cluster.memory_gib else ""
     for name in ("accelerator", "node_selector", "engines_per_machine"):
         value = getattr(cluster, name)
-        each += f", {name}={value}" if value else ""
+        needs += f", {name}={value}" if value else ""
     return (
-        f"{count} engines with {each} do not fit the {len(machines)} machines of this cluster;"
+        f"{count} engines with {needs} do not fit the {len(machines)} machines of this cluster;"
         f" {fitting} do"
     )
 
@@ -337,9 +339,9 @@ def why_too_many_together(clusters: Sequence[ClusterSettings], machines: Sequenc
         for name, count in resources_of(cluster).items():
             wanted[name] += count * cluster.range[0]
     for name, count in wanted.items():
-        found = sum(machine.resources.get(name, 0) for machine in machines)
-        if count > found:
-            return f"all engines together need {name}={count:g}, and this cluster has {found:g}"
+        total = sum(machine.resources.get(name, 0) for machine in machines)
+        if count > total:
+            return f"all engines together need {name}={count:g}, and this cluster has {total:g}"
     return ""
 
 

@@ -203,9 +203,9 @@ class EngineActor:
 
     async def command(self, front: str, link: int, number: int, item: bytes) -> None:
         """The commands of a front; calls may come in another order than they were made."""
-        for each in self._order.arrived(front, link, number, item):
+        for command in self._order.arrived(front, link, number, item):
             if self._host is not None:
-                self._host.command(front, each)
+                self._host.command(front, command)
 
     async def check(self) -> None:
         """Raise if the engine does not serve and will not soon."""
@@ -304,14 +304,14 @@ class RayLink:
 
     def offset_s(self) -> float:
         """See `Link`: of three round trips the shortest, if it is longer than the difference."""
-        found = []
+        offsets = []
         with _errors():
             for _ in range(3):
                 before_s = time.monotonic()
                 theirs_s = ray.get(self._actor.clock.remote(), timeout=CLOCK_TIMEOUT_S)
                 took_s = time.monotonic() - before_s
-                found.append((took_s, before_s + took_s / 2 - theirs_s))
-        took_s, offset_s = min(found)
+                offsets.append((took_s, before_s + took_s / 2 - theirs_s))
+        took_s, offset_s = min(offsets)
         return offset_s if abs(offset_s) > took_s else 0.0
 
     def send(self, frames: bytes) -> None:
@@ -334,14 +334,14 @@ def _prefix(application: str, model: str) -> str:
 
 def _actors(prefix: str, known: Collection[str]) -> list[Any]:
     """The actors of engines that are not known. Blocks; raises `RayError`."""
-    found = []
-    for each in ray.util.list_named_actors(all_namespaces=True):
-        start, slash, name = each["name"].rpartition("/")
-        if each["namespace"] != NAMESPACE or start + slash != prefix or name in known:
+    actors = []
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        start, slash, name = actor["name"].rpartition("/")
+        if actor["namespace"] != NAMESPACE or start + slash != prefix or name in known:
             continue
         with contextlib.suppress(ValueError):  # it has just gone
-            found.append(ray.get_actor(each["name"], namespace=NAMESPACE))
-    return found
+            actors.append(ray.get_actor(actor["name"], namespace=NAMESPACE))
+    return actors
 
 
 async def _described(actor: Any) -> Description | None:
@@ -386,13 +386,13 @@ class EnginesOfModel:
 
     async def serve(self) -> AsyncLLM:
         """The fleet of the engines, once there is one; further ones join it."""
-        while not (found := await self._describe(())):
+        while not (described := await self._describe(())):
             await asyncio.sleep(0.5)
-        settings, (description, actor) = self._settings, found[0]
+        settings, (description, actor) = self._settings, described[0]
         files = _decode_files(await actor.text.remote())
         tokenizer = await asyncio.to_thread(Tokenizer, files)
         fleet = Fleet(
-            [self._replica(*each) for each in found],
+            [self._replica(*description_and_actor) for description_and_actor in described],
             router=make_router(settings.server.routing),
             link_timeout_s=settings.server.link_timeout_s,
             moved_streams=settings.server.moved_streams,
@@ -419,11 +419,11 @@ class EnginesOfModel:
         if actors:
             log.debug("%d actors of engines are asked who they are", len(actors))
         asked = [asyncio.wait_for(_described(actor), DESCRIBE_S) for actor in actors]
-        found = await asyncio.gather(*asked, return_exceptions=True)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         return [
-            (each, actor)
-            for each, actor in zip(found, actors, strict=True)
-            if isinstance(each, Description)
+            (answer, actor)
+            for answer, actor in zip(answers, actors, strict=True)
+            if isinstance(answer, Description)
         ]
 
     async def _find(self, fleet: Fleet) -> None:
@@ -448,23 +448,23 @@ class Front:
     def __init__(self, plain: dict[str, dict[str, Any]], *_: Any) -> None:
         """`plain`: the settings of each model, by its name. `_`: the engines, which Ray starts
         because they are named here."""
-        models = {name: AllSettings.from_plain(each) for name, each in plain.items()}
+        models = {name: AllSettings.from_plain(of_model) for name, of_model in plain.items()}
         settings = next(iter(models.values()))
         self._cluster, self._server = settings.cluster, settings.server
         _check_token(settings)  # `serve run` builds the application before Ray is started
-        for each in models.values():
-            if message := why_too_many(each.cluster, _machines(), each.cluster.range[0]):
+        for of_model in models.values():
+            if message := why_too_many(of_model.cluster, _machines(), of_model.cluster.range[0]):
                 log.warning("replicas: %s", message)  # perhaps a machine has just died
         self._name = new_front_name()
         self._log = _logging(settings, front=self._name)
         self._engines = {
-            name: EnginesOfModel(self._name, name, each) for name, each in models.items()
+            name: EnginesOfModel(self._name, name, of_model) for name, of_model in models.items()
         }
         self._answering: asyncio.Task[None] | None = None
 
     async def __serve_build_asgi_app__(self) -> Any:
         """Called by Ray: the server, once there is an engine of each model."""
-        served = await asyncio.gather(*[each.serve() for each in self._engines.values()])
+        served = await asyncio.gather(*[engines.serve() for engines in self._engines.values()])
         page = Page() if self._server.ui else None
         if list(self._engines) == [""]:
             return self._app(served[0], page)
@@ -516,7 +516,7 @@ class Autoscaler:
         values = {name: list(metrics.get(name, {}).values()) for name in EngineLoad.__slots__}
         count = max(map(len, values.values()), default=0)
         loads = [
-            EngineLoad(**{name: each[i] for name, each in values.items() if i < len(each)})
+            EngineLoad(**{name: numbers[i] for name, numbers in values.items() if i < len(numbers)})
             for i in range(count)
         ]
         if not loads:
@@ -539,7 +539,7 @@ def application(arguments: dict[str, Any]) -> Any:
     warn_without_haproxy(os.environ)
     if ray.is_initialized():
         _check_token(settings)
-        _check_room([each.cluster for each in models.values()])
+        _check_room([of_model.cluster for of_model in models.values()])
     fronts = serve.deployment(
         Front,
         name="Front",
@@ -548,8 +548,8 @@ def application(arguments: dict[str, Any]) -> Any:
         max_ongoing_requests=open_requests(settings.server),
         graceful_shutdown_timeout_s=settings.server.drain_timeout_s + 5,
     )
-    plain = {name: each.to_plain() for name, each in models.items()}
-    return fronts.bind(plain, *[_engines(name, each) for name, each in models.items()])
+    plain = {name: of_model.to_plain() for name, of_model in models.items()}
+    return fronts.bind(plain, *[_engines(name, of_model) for name, of_model in models.items()])
 
 
 def _check_room(clusters: Sequence[ClusterSettings]) -> None:

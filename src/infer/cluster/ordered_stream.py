@@ -38,7 +38,7 @@ class CommandOrder:
     def incomplete(self) -> list[str]:
         """The fronts of which a command is missing for `MISSING_S`; each is named once."""
         with self._lock:
-            late = [name for name, each in self._fronts.items() if each.is_incomplete]
+            late = [name for name, arrivals in self._fronts.items() if arrivals.is_incomplete]
             for front in late:
                 del self._fronts[front]
             return late
@@ -66,8 +66,8 @@ class _Arrivals:
         """See `CommandOrder.arrived`."""
         self._early[number] = item
         ready = []
-        while (found := self._early.pop(self._next_number, None)) is not None:
-            ready.append(found)
+        while (early := self._early.pop(self._next_number, None)) is not None:
+            ready.append(early)
             self._next_number += 1
         if ready:
             self._complete_s = time.monotonic()

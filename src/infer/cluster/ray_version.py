@@ -16,14 +16,14 @@ LOWEST, BELOW = (2, 60), (3, 0)
 """Versions that the extra `cluster` allows."""
 
 
-def check_version(found: str | None) -> None:
+def check_version(version: str | None) -> None:
     """Raise `ConfigError` if a version of Ray is missing (None) or outside the range."""
     wanted = f"ray[serve]>={LOWEST[0]}.{LOWEST[1]},<{BELOW[0]}"
-    if found is None:
+    if version is None:
         raise ConfigError("ray", f"is not installed: {to_install('cluster')} ({wanted})")
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if not LOWEST <= numbers < BELOW:
-        raise ConfigError("ray", f"{found} is installed, and infer works with {wanted}")
+        raise ConfigError("ray", f"{version} is installed, and infer works with {wanted}")
 
 
 def is_installed() -> bool:

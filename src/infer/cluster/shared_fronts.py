@@ -67,8 +67,8 @@ class SharedFronts:
 
     async def next_question(self, front: str) -> tuple[int, bytes] | None:
         """See `Relay`."""
-        found: tuple[int, bytes] | None = await self._relayed("next_question", front)
-        return found
+        question: tuple[int, bytes] | None = await self._relayed("next_question", front)
+        return question
 
     async def answer(self, front: str, number: int, data: bytes) -> None:
         """See `Relay`."""
@@ -76,8 +76,8 @@ class SharedFronts:
 
     async def ask(self, front: str, question: bytes, timeout_s: float) -> dict[str, bytes | None]:
         """See `Relay`."""
-        found: dict[str, bytes | None] = await self._relayed("ask", front, question, timeout_s)
-        return found
+        answers: dict[str, bytes | None] = await self._relayed("ask", front, question, timeout_s)
+        return answers
 
     async def _relayed(self, method: str, *arguments: Any) -> Any:
         try:

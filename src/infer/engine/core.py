@@ -420,13 +420,13 @@ class EngineCore:
         """
         for request_id in request_ids:
             self.scheduler.find(request_id)
-        found: dict[str, list[StepOutput]] = {}
+        outputs_of: dict[str, list[StepOutput]] = {}
         before = {s.request_id: s.known_output for s in self.scheduler.unfinished}
         wanted = set(request_ids or before)
         completed: dict[str, CompletedRequest] = {}
         while wanted - completed.keys():
             for output in self.step(flush=True):
-                outputs = found.setdefault(output.request_id, [])
+                outputs = outputs_of.setdefault(output.request_id, [])
                 outputs.append(output)
                 if output.finish_reason is not None:
                     done = CompletedRequest.of(before[output.request_id], outputs)

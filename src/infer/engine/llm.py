@@ -85,9 +85,10 @@ class LLM:
             message = f"progress must be 'steps' or None, not {progress!r}"
             raise RequestError(message, param="progress")
         many = _as_prompts(prompts)
-        each = _per_prompt(sampling_params, len(many))
+        params_of_prompts = _per_prompt(sampling_params, len(many))
         requests = [
-            self.make_request(prompt, params) for prompt, params in zip(many, each, strict=True)
+            self.make_request(prompt, params)
+            for prompt, params in zip(many, params_of_prompts, strict=True)
         ]
         return self._run(requests, use_tqdm, progress == "steps")
 
@@ -131,8 +132,8 @@ class LLM:
             )[1]
             for messages in conversations
         ]
-        each = _per_prompt(sampling_params, len(rendered))
-        return self._run(list(map(self._chat_request, rendered, each)), use_tqdm)
+        params_of_prompts = _per_prompt(sampling_params, len(rendered))
+        return self._run(list(map(self._chat_request, rendered, params_of_prompts)), use_tqdm)
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[NDArray[np.float32]]:
         """Log-probabilities of the tokens of one or many prompts, each given the tokens before it.
@@ -367,7 +368,7 @@ def _as_positions(positions: Sequence[int] | None, length: int) -> list[int]:
         return list(range(length))
     if not len(positions):
         raise RequestError("positions must not be empty", param="positions")
-    found = []
+    positions_from_start = []
     for position in positions:
         if isinstance(position, bool) or not isinstance(position, (int, np.integer)):
             raise RequestError(
@@ -379,8 +380,8 @@ def _as_positions(positions: Sequence[int] | None, length: int) -> list[int]:
                 f" ({-length} to {length - 1})",
                 param="positions",
             )
-        found.append(int(position) % length)
-    return found
+        positions_from_start.append(int(position) % length)
+    return positions_from_start
 
 
 def _per_prompt(
@@ -389,17 +390,17 @@ def _per_prompt(
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         return [sampling_params or SamplingParams()] * count
     is_list = isinstance(sampling_params, Iterable) and not isinstance(sampling_params, Mapping)
-    each: list[Any] = list(sampling_params) if is_list else [sampling_params]
-    for params in each:
+    given: list[Any] = list(sampling_params) if is_list else [sampling_params]
+    for params in given:
         if not isinstance(params, SamplingParams):
             kind = type(params).__name__
             raise RequestError(f"sampling parameters must be SamplingParams(…), not {kind}")
-    if len(each) != count:
+    if len(given) != count:
         raise RequestError(
-            f"there are {count} prompts but {len(each)} sampling parameters; give one for all"
+            f"there are {count} prompts but {len(given)} sampling parameters; give one for all"
             " prompts or one per prompt"
         )
-    return each
+    return given
 
 
 @contextmanager

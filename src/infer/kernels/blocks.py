@@ -123,9 +123,9 @@ def panel_kinds(weights: Sequence[BlockWeight], *, gated: bool) -> list[str] | N
     kinds = {weight.kind for weight in weights}
     starts = np.cumsum([0, *(weight.shape[0] for weight in weights)])
     if len(kinds) == 1 or frozenset(kinds) in _WIDER:
-        one = weights[0].kind if len(kinds) == 1 else _WIDER[frozenset(kinds)]
+        kind = weights[0].kind if len(kinds) == 1 else _WIDER[frozenset(kinds)]
         num_outputs = int(starts[-1])
-        return [one] * (
+        return [kind] * (
             -(-(num_outputs // 2) // (PANEL // 2)) if gated else -(-num_outputs // PANEL)
         )
     if gated or any(start % PANEL for start in starts[:-1]):
@@ -140,20 +140,20 @@ def packed_bytes(kinds: Sequence[str], width: int) -> int:
     return sum(sizes[kind] for kind in kinds)
 
 
-def convert(blocks: np.ndarray, kind: str | None, found: np.ndarray) -> None:
-    """Write blocks [n, bytes] of a type of `CODES` as blocks of Q8_0 to `found` [n, bytes].
+def convert(blocks: np.ndarray, kind: str | None, out: np.ndarray) -> None:
+    """Write blocks [n, bytes] of a type of `CODES` as blocks of Q8_0 to `out` [n, bytes].
 
-    Or as float32, if `found` is of that. `kind` None: the numbers [n, 32], float32. One pass over
+    Or as float32, if `out` is of that. `kind` None: the numbers [n, 32], float32. One pass over
     memory. Both arrays are contiguous.
     """
     from infer.kernels.team import num_threads
 
     assert blocks.flags.c_contiguous
-    assert found.flags.c_contiguous
+    assert out.flags.c_contiguous
     number = _FLOATS if kind is None else CODES[kind]
-    wanted = _FLOATS if found.dtype == np.float32 else NUMBERS["Q8_0"]
+    wanted = _FLOATS if out.dtype == np.float32 else NUMBERS["Q8_0"]
     is_known = loader.loaded().infer_blocks_convert(
-        *(blocks.ctypes.data, number, found.ctypes.data, wanted, len(blocks)), num_threads()
+        *(blocks.ctypes.data, number, out.ctypes.data, wanted, len(blocks)), num_threads()
     )
     assert is_known, kind
 

@@ -76,12 +76,12 @@ class LayerParts:
     def record(self) -> list[int]:
         """The library's `DecoderLayer` in words of 64 bits; without the linear layers in front."""
         norms = (None, None) if self.norms is None else self.norms.weights
-        numbers = [0 if each is None else each.data_ptr() for each in (*norms, self.factor)]
+        numbers = [0 if part is None else part.data_ptr() for part in (*norms, self.factor)]
         rows = (self.before_attention, self.before_mlp, self.after_attention, self.after_mlp)
         act = self.activation
         return [
             *numbers,
-            *(each.address for each in (*rows, *self.all_heads)),
+            *(part.address for part in (*rows, *self.all_heads)),
             *packed_doubles(self.residual_scale, self.clip or 0.0),
             *(int(self.is_parallel), -1 if act is None else act.number),
             *(
@@ -169,11 +169,11 @@ class LayerStack:
         self._layers, self._head_dim = layers, head_dim
         words = []
         for parts in layers:
-            words += [each.handle for each in parts.products if isinstance(each, NativeLinear)]
+            words += [part.handle for part in parts.products if isinstance(part, NativeLinear)]
             words += parts.record()
         self._table = array("q", words)
         self._sizes = _sizes(layers[0])
-        self._eps = next((each.norms.q.eps for each in layers if each.norms is not None), 0.0)
+        self._eps = next((part.norms.q.eps for part in layers if part.norms is not None), 0.0)
         self._apply = loader.loaded().infer_layers
 
     def call(
@@ -194,11 +194,13 @@ class LayerStack:
         assert (x.dtype, x.stride()) == (torch.bfloat16, (self._sizes[0], 1))
         # Most layers share their angles, and asking a tensor for its address takes a while.
         addresses = {id(None): (0, 0)}
-        for each in angles:
-            if each is not None and id(each) not in addresses:
-                addresses[id(each)] = each[0].data_ptr(), each[1].data_ptr()
+        for tables in angles:
+            if tables is not None and id(tables) not in addresses:
+                addresses[id(tables)] = tables[0].data_ptr(), tables[1].data_ptr()
         grown = 0 if growth is None else growth.data_ptr()
-        table = array("q", [number for each in angles for number in (*addresses[id(each)], grown)])
+        table = array(
+            "q", [number for tables in angles for number in (*addresses[id(tables)], grown)]
+        )
         return NativeCall(
             self._apply,
             *(attention, self._table.buffer_info()[0], caches.buffer_info()[0]),

@@ -473,7 +473,9 @@ class NativeLinear:
             bits, rotated = 8, False
         kinds = panel_kinds(blocks, gated=gate > 0) if blocks else []
         if kinds is None:
-            raise ValueError(f"one panel cannot hold {', '.join(each.kind for each in blocks)}")
+            raise ValueError(
+                f"one panel cannot hold {', '.join(block_weight.kind for block_weight in blocks)}"
+            )
         num_bytes = (
             packed_bytes(kinds, width)
             if kinds
@@ -536,16 +538,16 @@ class NativeLinear:
 
     def columns(self, outputs: Tensor) -> Tensor:
         """The weights [n, in], bfloat16, of n outputs, without a gate and not of int8."""
-        found = torch.empty((len(outputs), self.in_features), dtype=torch.bfloat16)
-        self.columns_call(found, outputs.contiguous())()
-        return found
+        columns = torch.empty((len(outputs), self.in_features), dtype=torch.bfloat16)
+        self.columns_call(columns, outputs.contiguous())()
+        return columns
 
-    def columns_call(self, found: Tensor, outputs: Tensor) -> NativeCall:
-        """The call of `columns`, for outputs that lie together, which writes to `found`."""
+    def columns_call(self, columns: Tensor, outputs: Tensor) -> NativeCall:
+        """The call of `columns`, for outputs that lie together, which writes to `columns`."""
         return NativeCall(
             loader.loaded().infer_linear_columns,
-            *(self.handle, outputs.data_ptr(), len(outputs), found.data_ptr(), num_threads()),
-            kept=(self, outputs, found),
+            *(self.handle, outputs.data_ptr(), len(outputs), columns.data_ptr(), num_threads()),
+            kept=(self, outputs, columns),
         )
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -121,9 +121,9 @@ def library() -> ctypes.CDLL | str:
 
 def loaded() -> ctypes.CDLL:
     """The library; `RuntimeError` with the reason if it cannot be used."""
-    if isinstance(found := library(), str):
-        raise RuntimeError(found)
-    return found
+    if isinstance(functions := library(), str):
+        raise RuntimeError(functions)
+    return functions
 
 
 class NativeCall:
@@ -155,8 +155,8 @@ def page_aligned(num_bytes: int) -> torch.Tensor:
 
     if sys.platform != "linux":
         return torch.zeros(num_bytes, dtype=torch.uint8)
-    own, first = mapped(num_bytes)
-    return torch.frombuffer(own, dtype=torch.uint8)[first:][:num_bytes]
+    mapping, first = mapped(num_bytes)
+    return torch.frombuffer(mapping, dtype=torch.uint8)[first:][:num_bytes]
 
 
 def mapped(num_bytes: int) -> tuple[mmap.mmap, int]:
@@ -165,11 +165,11 @@ def mapped(num_bytes: int) -> tuple[mmap.mmap, int]:
     Tensors that are made of it keep it."""
     import torch
 
-    own = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory = torch.frombuffer(own, dtype=torch.uint8)
+    mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
     first = -memory.data_ptr() % HUGE_PAGE
     advise(memory, mmap.MADV_HUGEPAGE, first, num_bytes // HUGE_PAGE * HUGE_PAGE)
-    return own, first
+    return mapping, first
 
 
 def advise(

@@ -66,7 +66,7 @@ class QKRotation:
         sinks: Tensor | None = None,
     ) -> QKRotation | None:
         """What a layer with these angles and norms passes to attention; None: nothing to do."""
-        if all(each is None for each in (angles, norms, factor, growth, sinks)):
+        if all(part is None for part in (angles, norms, factor, growth, sinks)):
             return None
         cos, sin = angles or (None, None)
         return cls(cos, sin, norms, factor, growth, sinks)
@@ -98,7 +98,7 @@ class QKRotation:
 
         The addresses of what the layer does not have are None.
         """
-        angles = [None if each is None else each.data_ptr() for each in (self.cos, self.sin)]
+        angles = [None if table is None else table.data_ptr() for table in (self.cos, self.sin)]
         last = (self.factor, self.growth, self.sinks)
         factors = [None if x is None else x.data_ptr() for x in last]
         if self.norms is None:

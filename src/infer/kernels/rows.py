@@ -49,9 +49,10 @@ class RowNorm:
         assert self.norm is not None
         bias = self.norm.bias if isinstance(self.norm, LayerNorm) else None
         weight, bias = (
-            None if each is None else each.float().contiguous() for each in (self.norm.weight, bias)
+            None if tensor is None else tensor.float().contiguous()
+            for tensor in (self.norm.weight, bias)
         )
-        addresses = [0 if each is None else each.data_ptr() for each in (weight, bias)]
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (weight, bias)]
         is_centred = isinstance(self.norm, LayerNorm)
         packed = loader.records()["RowNorm"].pack(*addresses, self.norm.eps, is_centred)
         return torch.frombuffer(bytearray(packed), dtype=torch.uint8), weight, bias

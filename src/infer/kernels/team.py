@@ -103,7 +103,7 @@ def pin_threads(
     weights of layers that are made from now on are divided among them. None: it does not matter."""
     if isinstance(library := loader.library(), str):
         return
-    numbers = array("i", [number for each in cpus for number in each])
+    numbers = array("i", [number for numbers_of_thread in cpus for number in numbers_of_thread])
     ends = array("i", accumulate(map(len, cpus)))
     of_nodes = array("i", nodes or ())
     library.infer_pin_threads(

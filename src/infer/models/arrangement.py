@@ -27,18 +27,18 @@ def arrange(source: WeightSource, config: ModelConfig) -> None:
     """Let a source find the decoder's tensors by their names in the decoder."""
     layout = config.layout
     embedding = f"{layout.stored('embed_tokens')}.weight"
-    found = (root for root in layout.roots if source.has_prefix(f"{root}{embedding}"))
-    root = next(found, layout.roots[0])
+    roots = (root for root in layout.roots if source.has_prefix(f"{root}{embedding}"))
+    root = next(roots, layout.roots[0])
     if layout.text_part:
         source.drop_prefix(*IMAGE_PREFIXES)
         if not source.rehearses:
             log.info("%s: its text part is loaded; images are not read", config.architecture)
     heads = [f"{root.removesuffix('model.')}{layout.head}", layout.head]
-    head = next((each for each in heads if source.has_prefix(f"{each}.")), layout.head)
+    head = next((name for name in heads if source.has_prefix(f"{name}.")), layout.head)
     # Some checkpoints store a tied head's weight a second time.
-    source.drop(*(f"{each}.weight" for each in heads if config.tie_embeddings or each != head))
+    source.drop(*(f"{name}.weight" for name in heads if config.tie_embeddings or name != head))
     for layer in config.layers():
-        source.drop(*(f"{root}{layout.layers}{layer.index}.{each}" for each in layout.ignored))
+        source.drop(*(f"{root}{layout.layers}{layer.index}.{name}" for name in layout.ignored))
     source.arrange(stored_rows(config, root, head))
 
 
@@ -93,7 +93,7 @@ def _packed(
 ) -> tuple[np.ndarray | slice | None, int | None]:
     """The rows of a part in a packed tensor, and their number there; None: it is not packed."""
     stored, size, groups = layout.stored(part), layer.head_dim, layer.num_kv_heads
-    if sum(layout.stored(f"{each}_proj") == stored for each in "qkv") > 1:
+    if sum(layout.stored(f"{letter}_proj") == stored for letter in "qkv") > 1:
         total = (layer.num_heads + 2 * groups) * size
         return _packed_heads(layer, part[0], grouped=layout.grouped), total
     if layout.stored("gate_proj") == layout.stored("up_proj") == stored and layer.form.gated:
@@ -113,10 +113,10 @@ def _packed_heads(layer: LayerConfig, part: str, *, grouped: bool) -> np.ndarray
     if not grouped:
         start = {"q": 0, "k": heads, "v": heads + groups}[part]
         return slice(start * size, (start + (heads if part == "q" else groups)) * size)
-    each = heads // groups
-    rows = np.arange(groups * (each + 2) * size).reshape(groups, each + 2, size)
+    queries = heads // groups
+    rows = np.arange(groups * (queries + 2) * size).reshape(groups, queries + 2, size)
     return rows[
-        :, {"q": slice(each), "k": slice(each, each + 1), "v": slice(-1, None)}[part]
+        :, {"q": slice(queries), "k": slice(queries, queries + 1), "v": slice(-1, None)}[part]
     ].ravel()
 
 

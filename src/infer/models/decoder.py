@@ -137,8 +137,8 @@ class Attention:
         q, k, v = heads.split_with_sizes((num_heads, num_kv_heads, num_kv_heads), 1)
         if self.own_norms:
             q, k = map(self._normed, self.own_norms, (q, k))
-        own = angles[layer.index]
-        rotation = QKRotation.of(own, self.norms, self.factor, growth, self.sinks)
+        tables = angles[layer.index]
+        rotation = QKRotation.of(tables, self.norms, self.factor, growth, self.sinks)
         out = attend(layer.index, q, k, v, rotation)
         return self.o(out.reshape(-1, self.q_size), residual)
 
@@ -184,7 +184,9 @@ class MLP:
 def _activation(name: str, source: WeightSource, prefix: str) -> Activation:
     if name != "xielu":
         return Activation(name)
-    positive, negative = (source.keep(f"{prefix}{each}.", (1,)) for each in ("alpha_p", "alpha_n"))
+    positive, negative = (
+        source.keep(f"{prefix}{parameter}.", (1,)) for parameter in ("alpha_p", "alpha_n")
+    )
     if positive.is_meta:
         return Activation(name)
     return Activation(

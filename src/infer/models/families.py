@@ -56,8 +56,10 @@ def text_part(texts: Mapping[str, Read], *, is_tied: bool = False) -> Read:
         kind = None
         if isinstance(text, Mapping):
             dtypes = {k: outer[k] for k in ("dtype", "torch_dtype") if k in outer}
-            ties = (each.get("tie_word_embeddings") for each in (outer, text))
-            tied = next((each for each in ties if each is not None), is_tied)
+            ties = (is_tied_there.get("tie_word_embeddings") for is_tied_there in (outer, text))
+            tied = next(
+                (is_tied_there for is_tied_there in ties if is_tied_there is not None), is_tied
+            )
             reader.use({**dtypes, **text, "tie_word_embeddings": tied})
             kind = text.get("model_type")
         if kind is not None and kind not in texts:
@@ -255,7 +257,7 @@ def read_granite_swa(architecture: str, reader: ConfigReader) -> ModelConfig:
     reader.asked.add("layer_rope_theta")
     bases = reader.raw.get("layer_rope_theta") or [usual] * count
     good = isinstance(bases, list) and len(bases) == count
-    if not good or any(not _is_base(each) for each in bases):
+    if not good or any(not _is_base(base) for base in bases):
         reader.problems.append(
             f"layer_rope_theta must be {count} bases of RoPE or 0, not {bases!r:.200}"
         )
@@ -263,7 +265,7 @@ def read_granite_swa(architecture: str, reader: ConfigReader) -> ModelConfig:
     return replace(
         config,
         windows=layer_windows(reader, count, lambda i: i % 4 != 0),
-        ropes=tuple(replace(config.rope, theta=float(each)) if each else None for each in bases),
+        ropes=tuple(replace(config.rope, theta=float(base)) if base else None for base in bases),
         form=replace(config.form, sinks=True),
     )
 
@@ -341,7 +343,7 @@ def read_exaone4(architecture: str, reader: ConfigReader) -> ModelConfig:
         config,
         qk_norm=True,
         windows=windows,
-        ropes=tuple(None if each is None else config.rope for each in rotating),
+        ropes=tuple(None if rotates is None else config.rope for rotates in rotating),
         form=LayerForm(pre_norms=False, post_norms=True),
     )
 
@@ -496,7 +498,7 @@ def read_cohere2(architecture: str, reader: ConfigReader) -> ModelConfig:
     reader.use_defaults(sliding_window=4096)
     every = reader.size("sliding_window_pattern", 4)
     windows = layer_windows(reader, config.num_layers, lambda i: (i + 1) % every != 0)
-    ropes = tuple(None if each is None else config.rope for each in windows)
+    ropes = tuple(None if window is None else config.rope for window in windows)
     return replace(config, windows=windows, ropes=ropes or (None,) * config.num_layers)
 
 
@@ -672,7 +674,7 @@ def decoder(
 def read_dtype(reader: ConfigReader) -> str:
     """The dtype of the checkpoint, which is written under two names; "auto" says none."""
     if reader.raw.get("dtype") == "auto" or reader.raw.get("torch_dtype") == "auto":
-        reader.use({name: None if each == "auto" else each for name, each in reader.raw.items()})
+        reader.use({name: None if value == "auto" else value for name, value in reader.raw.items()})
     name = "dtype" if reader.raw.get("dtype") is not None else "torch_dtype"
     return str(reader.only(name, ("bfloat16", "float16", "float32"), "float32"))
 
@@ -755,5 +757,5 @@ def _with_two_ropes(
         theta = full.get("rope_theta", theta)
     rope = read_rope_spec(reader, full, theta, max_position=position)
     sliding = read_rope_spec(reader, local, local_theta, max_position=position)
-    ropes = tuple(rope if each is None else sliding for each in windows)
+    ropes = tuple(rope if window is None else sliding for window in windows)
     return replace(config, rope=rope, windows=windows, ropes=ropes)

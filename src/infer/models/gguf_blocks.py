@@ -54,15 +54,15 @@ def as_held(rows: np.ndarray, kind: TensorKind, wanted: str) -> np.ndarray:
     target = KINDS[wanted]
     blocks = rows.reshape(-1, kind.block_bytes)
     num_found = len(blocks) * kind.block // target.block
-    found = np.empty((num_found, target.block_bytes), dtype=np.uint8)
+    out = np.empty((num_found, target.block_bytes), dtype=np.uint8)
     if kind.name in NUMBERS:
-        convert(blocks, kind.name, found)
-        return found.reshape(len(rows), -1)
+        convert(blocks, kind.name, out)
+        return out.reshape(len(rows), -1)
     for first, part in _parts(blocks, kind):
         decoded = _decoded(part, kind).reshape(-1, target.block)
         start = first * kind.block // target.block
-        convert(decoded, None, found[start : start + len(decoded)])
-    return found.reshape(len(rows), -1)
+        convert(decoded, None, out[start : start + len(decoded)])
+    return out.reshape(len(rows), -1)
 
 
 def numbers(rows: np.ndarray, kind: TensorKind) -> Tensor:
@@ -75,26 +75,26 @@ def numbers(rows: np.ndarray, kind: TensorKind) -> Tensor:
     if (name := _FLOATS.get(kind.name)) is not None:
         return torch.from_numpy(rows.copy()).view(getattr(torch, name)).float()
     blocks = rows.reshape(-1, kind.block_bytes)
-    found = torch.empty((len(blocks), kind.block))
+    out = torch.empty((len(blocks), kind.block))
     if kind.name in NUMBERS and available() is None:
-        convert(np.ascontiguousarray(blocks), kind.name, found.numpy())
-        return found.view(len(rows), -1)
+        convert(np.ascontiguousarray(blocks), kind.name, out.numpy())
+        return out.view(len(rows), -1)
     for first, part in _parts(blocks, kind):
-        found[first : first + len(part)] = torch.from_numpy(_decoded(part, kind))
-    return found.view(len(rows), -1)
+        out[first : first + len(part)] = torch.from_numpy(_decoded(part, kind))
+    return out.view(len(rows), -1)
 
 
 def readable_types() -> list[str]:
     """The names of the tensor types that can be converted to float32."""
-    found = []
+    names = []
     for kind in KINDS.values():
         try:
             with np.errstate(all="ignore"):
                 numbers(np.zeros((1, kind.block_bytes), dtype=np.uint8), kind)
         except NotImplementedError:
             continue
-        found.append(kind.name)
-    return found
+        names.append(kind.name)
+    return names
 
 
 def _parts(blocks: np.ndarray, kind: TensorKind) -> Iterator[tuple[int, np.ndarray]]:
@@ -116,5 +116,5 @@ def _decoded(blocks: np.ndarray, kind: TensorKind) -> np.ndarray:
         raise NotImplementedError(kind.name)
     # The package converts few rows at a time, and so many blocks only as one row.
     row = np.ascontiguousarray(blocks).reshape(1, -1)
-    found = np.require(dequantize(row, GGMLQuantizationType[kind.name]), requirements="W")
-    return found.reshape(len(blocks), kind.block)
+    floats = np.require(dequantize(row, GGMLQuantizationType[kind.name]), requirements="W")
+    return floats.reshape(len(blocks), kind.block)

@@ -82,7 +82,10 @@ class GGUFFile:
         config = dataclasses.replace(config, layout=layout)
         if factors := self._rope_factors(config.head_dim):
             rope = dataclasses.replace(config.rope, frequency_divisors=factors)
-            ropes = tuple(rope if each == config.rope else each for each in config.ropes)
+            ropes = tuple(
+                rope if rope_of_layer == config.rope else rope_of_layer
+                for rope_of_layer in config.ropes
+            )
             config = dataclasses.replace(config, rope=rope, ropes=ropes)
         self.config = config
 
@@ -121,14 +124,14 @@ class GGUFFile:
     @property
     def is_near_int4(self) -> bool:
         """Whether int4 would take at least seven eighths of the bytes of the layers' blocks."""
-        own = in_int4 = 0.0
+        in_file = in_int4 = 0.0
         for name, tensor in self._tensors.items():
             is_layer = len(tensor.shape) == 2 and name not in _TABLES
             if is_layer and (kind := self._held_kind(tensor)) is not None:
                 size = KINDS[kind]
-                own += tensor.num_elements * size.block_bytes / size.block
+                in_file += tensor.num_elements * size.block_bytes / size.block
                 in_int4 += tensor.num_elements * fitted_bytes(tensor.shape[-1])
-        return in_int4 >= own * 7 / 8
+        return in_int4 >= in_file * 7 / 8
 
     def block_reader(self, *, planned: bool = False) -> BlockReader:
         """A function that reads the weights of a linear layer in blocks.
@@ -139,21 +142,21 @@ class GGUFFile:
         """
 
         def read(parts: Mapping[str, tuple[int, int]], gated: bool) -> list[BlockWeight] | None:
-            found: list[BlockWeight] = []
+            weights: list[BlockWeight] = []
             for name, shape in parts.items():
                 tensor = self._tensors.get(name)
                 if tensor is None or tensor.shape != shape:
                     return None
                 if (kind := self._held_kind(tensor)) is None:
                     return None
-                found.append(BlockWeight(kind, shape, None, stored=tensor.kind.name))
-            if panel_kinds(found, gated=gated) is None:
-                found = [dataclasses.replace(each, kind=HELD_AS) for each in found]
+                weights.append(BlockWeight(kind, shape, None, stored=tensor.kind.name))
+            if panel_kinds(weights, gated=gated) is None:
+                weights = [dataclasses.replace(weight, kind=HELD_AS) for weight in weights]
             if planned:
-                return found
+                return weights
             return [
-                dataclasses.replace(each, rows=self._block_rows(name, each))
-                for name, each in zip(parts, found, strict=True)
+                dataclasses.replace(weight, rows=self._block_rows(name, weight))
+                for name, weight in zip(parts, weights, strict=True)
             ]
 
         return read
@@ -267,7 +270,7 @@ class GGUFFile:
             fields["sliding_window"] = self._get("attention.sliding_window") or None
             pattern = self._get("attention.sliding_window_pattern")
             if isinstance(pattern, list):
-                fields["layer_types"] = [_KINDS[bool(each)] for each in pattern]
+                fields["layer_types"] = [_KINDS[bool(is_sliding)] for is_sliding in pattern]
         turning = self._get("rope.dimension_count")
         if family.shares and turning is not None and isinstance(size, int) and size > 0:
             fields["partial_rotary_factor"] = turning / size
@@ -351,13 +354,13 @@ class GGUFFile:
 
     def _activation_numbers(self) -> dict[str, StoredTensor]:
         """xIELU's numbers of each layer, which are keys, as the tensors that they are elsewhere."""
-        found = {}
+        numbers = {}
         for name in ("alpha_p", "alpha_n"):
             values = self.metadata.get(f"xielu.{name}")
             for index, value in enumerate(values if isinstance(values, list) else ()):
                 rows = np.frombuffer(np.float32(value).tobytes(), np.uint8).reshape(1, 4)
-                found[f"blk.{index}.{name}"] = StoredTensor(KINDS["F32"], (1,), rows)
-        return found
+                numbers[f"blk.{index}.{name}"] = StoredTensor(KINDS["F32"], (1,), rows)
+        return numbers
 
     def _dtype(self) -> str:
         """The dtype of the stored matrices; bfloat16 for quantised ones."""

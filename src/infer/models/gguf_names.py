@@ -25,21 +25,21 @@ def select_gguf(files: Sequence[str], wanted: str, where: str) -> list[str]:
     if not models:
         raise LoadError(f"{where} holds no GGUF files, so {wanted!r:.80} cannot be taken from it")
     if wanted.lower().endswith(".gguf"):
-        found = [
+        matching = [
             name
             for name, parts in models.items()
             if wanted in parts or wanted in (PurePosixPath(part).name for part in parts)
         ]
     else:
-        found = [name for name in models if _quantisation(name).lower() == wanted.lower()]
-    if not found:
+        matching = [name for name in models if _quantisation(name).lower() == wanted.lower()]
+    if not matching:
         raise LoadError(f"{where} has no {wanted!r:.80}; there are: {listed(names_of(models))}")
-    if len(found) > 1:
-        names = [models[name][0] for name in found]
+    if len(matching) > 1:
+        names = [models[name][0] for name in matching]
         raise LoadError(
-            f"{where} has {len(found)} files of {wanted!r:.80}; name one: {listed(names)}"
+            f"{where} has {len(matching)} files of {wanted!r:.80}; name one: {listed(names)}"
         )
-    parts = models[found[0]]
+    parts = models[matching[0]]
     split = SPLIT_NAME.fullmatch(parts[0])
     if split and len(parts) != int(split[3]):
         raise LoadError(f"{where} has only {len(parts)} of the {int(split[3])} parts of {parts[0]}")

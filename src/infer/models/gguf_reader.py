@@ -317,10 +317,10 @@ def _check_count(count: int, what: str) -> None:
 def _alignment_of(values: Mapping[str, _Value]) -> int:
     if (value := values.get("general.alignment")) is None:
         return _ALIGNMENT
-    found = value.decoded() if value.kind == 4 and value.count is None else None
-    if not isinstance(found, int) or found < 1 or found & (found - 1):
+    alignment = value.decoded() if value.kind == 4 and value.count is None else None
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ValueError("general.alignment must be a power of two, stored as uint32")
-    return found
+    return alignment
 
 
 def _damaged(path: Path, problem: str) -> LoadError:
@@ -376,15 +376,15 @@ def _read_parts(path: Path, metadata: Metadata) -> GGUFContent:
     first: Metadata | None = None
     tensors: dict[str, StoredTensor] = {}
     for i, part in enumerate(paths):
-        own, own_tensors = _read(part)
-        if (own.get("split.count"), own.get("split.no")) != (count, i):
+        fields_of_part, own_tensors = _read(part)
+        if (fields_of_part.get("split.count"), fields_of_part.get("split.no")) != (count, i):
             raise LoadError(
-                f"{part} says that it is part {own.get('split.no')!r:.80} of"
-                f" {own.get('split.count')!r:.80}, counted from 0, not {i} of {count}"
+                f"{part} says that it is part {fields_of_part.get('split.no')!r:.80} of"
+                f" {fields_of_part.get('split.count')!r:.80}, counted from 0, not {i} of {count}"
             )
         if twice := sorted(tensors.keys() & own_tensors.keys()):
             raise LoadError(f"{part} holds tensors that a part before holds: {listing(twice)}")
-        first = own if first is None else first
+        first = fields_of_part if first is None else first
         tensors |= own_tensors
     assert first is not None
     if (announced := first.get("split.tensors.count")) not in (None, len(tensors)):

@@ -55,8 +55,8 @@ def locate(model: str | None, *, revision: str | None = None) -> tuple[Path, str
     folder = _expanded(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            found = sorted(file.name for file in folder.glob("*.gguf"))
-            hint = f"; give the path of one GGUF file in it: {', '.join(found)}" if found else ""
+            files = sorted(file.name for file in folder.glob("*.gguf"))
+            hint = f"; give the path of one GGUF file in it: {', '.join(files)}" if files else ""
             raise LoadError(f"{folder} is a folder without config.json: not a checkpoint{hint}")
         return folder, readable(folder.resolve().name)
     hub_id, colon, wanted = model.partition(":")
@@ -130,18 +130,18 @@ def cached_checkpoints() -> list[CachedCheckpoint]:
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except (CacheNotFound, ValueError):  # there is no such folder, or it is a file
         return []
-    found = []
+    checkpoints = []
     for problem in map(str, cache.warnings):  # its folders are not as the hub's library makes them
         folder = re.search(r"models--([^/\\]+)", problem)
         name = folder[1].replace("--", "/") if folder else "?"
-        found.append(CachedCheckpoint(name, "", 0, problem))
+        checkpoints.append(CachedCheckpoint(name, "", 0, problem))
     for repo in sorted(cache.repos, key=lambda repo: repo.repo_id):
         for revision in repo.revisions:
             config = revision.snapshot_path / "config.json"
             if repo.repo_type == "model" and config.is_file():
-                found.append(_cached(repo.repo_id, config, revision.size_on_disk))
+                checkpoints.append(_cached(repo.repo_id, config, revision.size_on_disk))
                 break
-    return found
+    return checkpoints
 
 
 def remove_cached(names: Iterable[str]) -> int:
@@ -173,8 +173,8 @@ def _cached(name: str, config: Path, num_bytes: int) -> CachedCheckpoint:
     except LoadError as error:
         return CachedCheckpoint(name, "", num_bytes, str(error))
     if not isinstance(names, list) or not isinstance(names[0], str):
-        found = f"architectures must be a list of names, not {names!r:.80}"
-        return CachedCheckpoint(name, "", num_bytes, f"{config}: {found}")
+        problem = f"architectures must be a list of names, not {names!r:.80}"
+        return CachedCheckpoint(name, "", num_bytes, f"{config}: {problem}")
     shown = "; ".join(problems) or str(quantization or "")
     return CachedCheckpoint(name, names[0], num_bytes, quantization=shown)
 

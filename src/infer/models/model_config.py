@@ -229,13 +229,20 @@ class ModelConfig:
         return dataclasses.replace(
             self,
             rope=self.rope.for_context(max_seq_len),
-            ropes=tuple(each and each.for_context(max_seq_len) for each in self.ropes),
+            ropes=tuple(rope and rope.for_context(max_seq_len) for rope in self.ropes),
         )
 
     def rope_choice(self, max_seq_len: int) -> str:
         """Which divisors a context of `max_seq_len` tokens has, for users; empty: no choice."""
         ropes = (self.rope, *self.ropes)
-        rope = next((each for each in ropes if each is not None and each.long_divisors), None)
+        rope = next(
+            (
+                rope_of_layer
+                for rope_of_layer in ropes
+                if rope_of_layer is not None and rope_of_layer.long_divisors
+            ),
+            None,
+        )
         if rope is None:
             return ""
         is_long = max_seq_len > rope.original_max_position

@@ -334,7 +334,7 @@ def read_mpt(architecture: str, reader: ConfigReader) -> ModelConfig:
         part.only(name, supported, supported[0])
     clip = part.positive("clip_qkv", None) if part.raw.get("clip_qkv") else None
     scale = part.positive("softmax_scale", None)
-    reader.problems.extend(f"attn_config: {each}" for each in part.problems)
+    reader.problems.extend(f"attn_config: {problem}" for problem in part.problems)
     others = {
         **{"hidden_size": "d_model", "num_attention_heads": "n_heads"},
         **{"num_hidden_layers": "n_layers", "max_position_embeddings": "max_seq_len"},

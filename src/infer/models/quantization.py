@@ -123,14 +123,14 @@ class Quantization:
 
     def scheme(self, module: str) -> Scheme | None:
         """How a layer's weight is stored; None: in floating point."""
-        found = (rule.scheme for rule in self.rules if rule.holds(module))
-        return next(found, None)
+        schemes = (rule.scheme for rule in self.rules if rule.holds(module))
+        return next(schemes, None)
 
     @property
     def schemes(self) -> list[Scheme]:
         """Those that occur, once each, the usual one first."""
-        found = [rule.scheme for rule in reversed(self.rules) if rule.scheme is not None]
-        return list(dict.fromkeys(found))
+        schemes = [rule.scheme for rule in reversed(self.rules) if rule.scheme is not None]
+        return list(dict.fromkeys(schemes))
 
     def __str__(self) -> str:
         kinds = ", ".join(map(str, self.schemes))

@@ -42,10 +42,10 @@ def read_quantization(raw: Mapping[str, Any], problems: list[str]) -> Quantizati
 
     All that is wrong or not supported is added to `problems`.
     """
-    found = _fields(raw)
-    if found is None:
+    field = _fields(raw)
+    if field is None:
         return None
-    name, value = found
+    name, value = field
     if not isinstance(value, dict):
         problems.append(f"{name} must be a JSON object, not {value!r:.80}")
         return None
@@ -67,7 +67,7 @@ def read_quantization(raw: Mapping[str, Any], problems: list[str]) -> Quantizati
         problems.append(f"{name}: quant_method {method!r:.80} is not supported; {instead}")
         return None
     result = METHODS[method].read(method, reader)
-    problems += [f"{name}: {each}" for each in reader.problems]
+    problems += [f"{name}: {problem}" for problem in reader.problems]
     return result if not reader.problems and result.schemes else None
 
 
@@ -91,8 +91,8 @@ def with_quantization_file(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
     if _fields(raw) is None:
         for file, method in FILES.items():
             if (folder / file).is_file():
-                found = {"quant_method": method, **load_json(folder / file)}
-                return {**raw, "quantization_config": found}
+                fields = {"quant_method": method, **load_json(folder / file)}
+                return {**raw, "quantization_config": fields}
     return raw
 
 
@@ -101,14 +101,14 @@ def _ignored(reader: ConfigReader, *names: str, prefix: str) -> list[Rule]:
     rules: list[Rule] = []
     for name in names:
         for pattern in _texts(reader, name):
-            own = pattern if pattern.startswith("re:") else f"{prefix}{pattern}"
-            rules += _rule(reader, name, own, None)
+            whole_name = pattern if pattern.startswith("re:") else f"{prefix}{pattern}"
+            rules += _rule(reader, name, whole_name, None)
     return rules
 
 
 def _texts(reader: ConfigReader, name: str) -> list[str]:
     value = reader.get(name, list, [])
-    if any(not isinstance(each, str) for each in value) or len(value) > _MAX_RULES:
+    if any(not isinstance(text, str) for text in value) or len(value) > _MAX_RULES:
         reader.problems.append(f"{name} must be a list of at most {_MAX_RULES} names")
         return []
     return list(value)
@@ -180,16 +180,18 @@ def _read_compressed_tensors(method: str, reader: ConfigReader) -> Quantization:
                 last += [] if target == "Embedding" else [Rule("", scheme)]
             else:
                 rules += _rule(inner, "targets", target, scheme)
-        reader.problems.extend([f"config_groups.{name:.80}: {each}" for each in inner.problems])
+        reader.problems.extend(
+            [f"config_groups.{name:.80}: {problem}" for problem in inner.problems]
+        )
     return Quantization(method, (*rules, *last))
 
 
 def _compressed(reader: ConfigReader, usual: str | None) -> Scheme | None:
     """The scheme of one group of layers."""
-    own = reader.get("weights", dict, None)
-    if own is None:
+    fields = reader.get("weights", dict, None)
+    if fields is None:
         return None  # only activations are rounded, which is no property of the file
-    weights = ConfigReader(own, "weights")
+    weights = ConfigReader(fields, "weights")
     kind = weights.only("type", (_INTEGERS, _FLOATS), _INTEGERS)
     num_bits = weights.get("num_bits", int, 8)
     rows = reader.get("input_activations", dict, None)
@@ -213,7 +215,7 @@ def _compressed(reader: ConfigReader, usual: str | None) -> Scheme | None:
         weights.problems.append("output_activations are not supported")
     order = weights.only("actorder", (None, "group", "weight", "static", "dynamic", False), None)
     symmetric = weights.get("symmetric", bool, True) or kind == _FLOATS
-    reader.problems.extend([f"weights: {each}" for each in weights.problems])
+    reader.problems.extend([f"weights: {problem}" for problem in weights.problems])
     return Scheme(
         layout=layout,
         bits=bits,
@@ -249,9 +251,9 @@ def _sharing(weights: ConfigReader) -> dict[str, Any]:
 def _block(reader: ConfigReader, name: str) -> tuple[int, int] | None:
     value = reader.get(name, (list, str), None)
     if isinstance(value, str):
-        value = [int(each) if each.isdecimal() else 0 for each in value.lower().split("x")]
+        value = [int(side) if side.isdecimal() else 0 for side in value.lower().split("x")]
     good = isinstance(value, list) and len(value) == 2
-    if not good or any(type(each) is not int or not 1 <= each <= _MAX_GROUP for each in value):
+    if not good or any(type(side) is not int or not 1 <= side <= _MAX_GROUP for side in value):
         reader.problems.append(f"{name} must be two positive numbers, not {value!r:.80}")
         return (128, 128)
     return value[0], value[1]
@@ -274,12 +276,12 @@ def _read_gptq(method: str, reader: ConfigReader) -> Quantization:
     }
     usual = Scheme(**shape)
     rules = _ignored(reader, "modules_to_not_convert", prefix="part:")
-    for pattern, own in list(reader.get("dynamic", dict, {}).items())[:_MAX_RULES]:
+    for pattern, changes in list(reader.get("dynamic", dict, {}).items())[:_MAX_RULES]:
         sign = pattern[:2] if pattern[:2] in ("+:", "-:") else "+:"
-        inner = ConfigReader(own if isinstance(own, dict) else {}, pattern)
+        inner = ConfigReader(changes if isinstance(changes, dict) else {}, pattern)
         special = None if sign == "-:" else Scheme(**{**shape, **_changed(inner)})
         rules += _rule(reader, "dynamic", f"re:{pattern.removeprefix(sign)}", special)
-        reader.problems.extend([f"dynamic.{pattern:.80}: {each}" for each in inner.problems])
+        reader.problems.extend([f"dynamic.{pattern:.80}: {problem}" for problem in inner.problems])
     if not reader.get("lm_head", bool, False):
         rules.append(Rule("lm_head", None))
     return Quantization(method, (*rules, Rule("", usual)))
@@ -287,15 +289,15 @@ def _read_gptq(method: str, reader: ConfigReader) -> Quantization:
 
 def _changed(reader: ConfigReader) -> dict[str, Any]:
     """What is different for some layers."""
-    found: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     if reader.raw.get("bits") is not None:
-        found["bits"] = _bits(reader, "bits", (2, 3, 4, 8))
+        changed["bits"] = _bits(reader, "bits", (2, 3, 4, 8))
     if reader.raw.get("group_size") is not None:
-        found |= {"group": None, **_group(reader, "group_size")}
+        changed |= {"group": None, **_group(reader, "group_size")}
     for name, field in (("sym", "symmetric"), ("desc_act", "any_order")):
         if reader.raw.get(name) is not None:
-            found[field] = reader.get(name, bool)
-    return found
+            changed[field] = reader.get(name, bool)
+    return changed
 
 
 def _read_awq(method: str, reader: ConfigReader) -> Quantization:

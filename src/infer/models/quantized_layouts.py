@@ -128,17 +128,17 @@ def floats(layout: Layout, scheme: Scheme, size: Size, read: Read, dtype: torch.
     if layout.floats is not None:
         return layout.floats(scheme, size, read).to(dtype)
     whole = numbers_of(layout, scheme, size, read)
-    found = torch.empty(size, dtype=dtype)
+    out = torch.empty(size, dtype=dtype)
     step = max(1, _PART_NUMBERS // size[1])
     for first in range(0, size[0], step):
         some = slice(first, first + step)
         scales, codes = whole.scales[some], whole.codes[some].float()
         if whole.groups is not None:
-            found[some] = codes * scales[:, whole.groups.long()]
+            out[some] = codes * scales[:, whole.groups.long()]
         else:
             grouped = codes.view(len(codes), scales.shape[1], -1)
-            found[some] = (grouped * scales[:, :, None]).view(codes.shape)
-    return found
+            out[some] = (grouped * scales[:, :, None]).view(codes.shape)
+    return out
 
 
 def is_float16(scales: Tensor) -> bool:
@@ -182,9 +182,9 @@ def _zeroed_blocks(layout: Layout, scheme: Scheme, size: Size, read: Read, input
     scales = _spread_out(factors.scales, codes.shape[1])
     zeros = torch.zeros_like(factors.scales) if factors.zeros is None else factors.zeros
     zeros = _spread_out((zeros - lowest - middle).to(torch.int8), codes.shape[1])
-    each = codes if middle else _nibbles(codes.view(size[0], -1, 32)).view(*codes.shape[:2], -1)
+    numbers = codes if middle else _nibbles(codes.view(size[0], -1, 32)).view(*codes.shape[:2], -1)
     parts = [_bytes_of(scales), zeros.view(torch.uint8)[:, :, None]]
-    return torch.cat([*parts, torch.zeros_like(parts[1]), each], 2).view(size[0], -1)
+    return torch.cat([*parts, torch.zeros_like(parts[1]), numbers], 2).view(size[0], -1)
 
 
 def _filled(codes: Tensor, inputs: int) -> Tensor:
@@ -262,11 +262,11 @@ def unpacked(words: Tensor, bits: int, count: int) -> Tensor:
         pairs = wide[:, at // 32] | wide[:, at // 32 + 1] << 32
         return (pairs >> at % 32 & 7).to(torch.uint8)
     octets = words.view(torch.uint8)
-    each = 8 // bits
-    found = torch.empty((*octets.shape, each), dtype=torch.uint8)
-    for i in range(each):
-        found[..., i] = octets >> i * bits & (1 << bits) - 1
-    return found.view(len(octets), -1)[:, :count].contiguous()
+    per_byte = 8 // bits
+    out = torch.empty((*octets.shape, per_byte), dtype=torch.uint8)
+    for i in range(per_byte):
+        out[..., i] = octets >> i * bits & (1 << bits) - 1
+    return out.view(len(octets), -1)[:, :count].contiguous()
 
 
 _FLOAT = ("F16", "BF16", "F32")
@@ -331,7 +331,7 @@ def _packed_size(scheme: Scheme, infos: Mapping[str, Info], read: Read) -> Size:
     info = infos["weight_shape"]
     if info.shape != (2,) or info.dtype not in ("I64", "I32"):
         raise ValueError(f"weight_shape is {info.dtype} {list(info.shape)}, should be I64 [2]")
-    rows, width = (int(each) for each in read("weight_shape").tolist())
+    rows, width = (int(side) for side in read("weight_shape").tolist())
     if rows < 1 or width < 1:
         raise ValueError(f"weight_shape is {rows} × {width}, should be the weight's size")
     return rows, width
@@ -450,8 +450,8 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 def _awq_unpacked(words: Tensor) -> Tensor:
     """The numbers [n, 8 m] of words [n, m]."""
-    found = unpacked(words, 4, words.shape[1] * 8).view(len(words), -1, 8)
-    return found[:, :, list(_AWQ_PLACES)].reshape(len(words), -1)
+    in_words = unpacked(words, 4, words.shape[1] * 8).view(len(words), -1, 8)
+    return in_words[:, :, list(_AWQ_PLACES)].reshape(len(words), -1)
 
 
 def _awq_factors(scheme: Scheme, size: Size, read: Read) -> Factors:
@@ -510,10 +510,10 @@ def _fp8_factors(scheme: Scheme, size: Size, read: Read) -> Factors:
 
 def _fp8_floats(scheme: Scheme, size: Size, read: Read) -> Tensor:
     scales = _spread(_fp8_scale(read)[0], scheme, size)
-    found = read("weight").float()
+    weight = read("weight").float()
     if scheme.block is not None:
         scales = scales.repeat_interleave(scheme.block[1], 1)[:, : size[1]]
-    return found.mul_(scales)
+    return weight.mul_(scales)
 
 
 _FP8_SCALES = (*_FLOAT, *_POWERS)
@@ -606,20 +606,20 @@ _MAX_STATE_BYTES = 4096
 
 def _state(read: Read) -> dict[str, Any]:
     """What a layer says about itself; `ValueError` if it cannot be read."""
-    name = next((each for each in _STATES if _has(read, each)), None)
+    name = next((candidate for candidate in _STATES if _has(read, candidate)), None)
     if name is None:
         raise KeyError(f"{_STATES[0]} is missing")
     try:
-        found: Any = json.loads(bytes(read(name).tolist()))
+        state: Any = json.loads(bytes(read(name).tolist()))
     except (ValueError, RecursionError):
         raise ValueError(f"{name} is no JSON object") from None
-    sizes = [found.get("blocksize")] if isinstance(found, dict) else []
-    shape = found.get("shape") if isinstance(found, dict) else None
+    sizes = [state.get("blocksize")] if isinstance(state, dict) else []
+    shape = state.get("shape") if isinstance(state, dict) else None
     sizes += shape if isinstance(shape, list) and len(shape) == 2 else [None]
-    sizes += [found.get("nested_blocksize", 256)] if isinstance(found, dict) else []
-    if any(type(each) is not int or not 1 <= each < 2**31 for each in sizes):
+    sizes += [state.get("nested_blocksize", 256)] if isinstance(state, dict) else []
+    if any(type(candidate) is not int or not 1 <= candidate < 2**31 for candidate in sizes):
         raise ValueError(f"{name} must have blocksize and shape, numbers above 0")
-    return dict(found)
+    return dict(state)
 
 
 def _nf4_size(scheme: Scheme, infos: Mapping[str, Info], read: Read) -> Size:
@@ -664,8 +664,8 @@ def _nf4_floats(scheme: Scheme, size: Size, read: Read) -> Tensor:
     absmax = _nf4_factors(scheme, size, read).scales[0]
     octets = read("weight").flatten()
     codes = torch.stack([octets >> 4, octets & 15], 1).flatten()[: math.prod(size)]
-    found = read("weight.quant_map").float().flatten()[codes.int()]
-    return found.mul_(absmax.repeat_interleave(state["blocksize"])[: len(found)]).view(size)
+    weight = read("weight.quant_map").float().flatten()[codes.int()]
+    return weight.mul_(absmax.repeat_interleave(state["blocksize"])[: len(weight)]).view(size)
 
 
 def _halved(scheme: Scheme, size: Size) -> tuple[tuple[int, ...], ...]:

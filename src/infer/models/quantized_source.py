@@ -84,8 +84,8 @@ class QuantizedFiles:
     @property
     def kinds(self) -> tuple[str, ...]:
         """The forms in which weights can be held, the usual one first."""
-        found = [scheme.held() for scheme in self._quantization.schemes]
-        return tuple(dict.fromkeys(kind for kind in found if kind is not None))
+        kinds = [scheme.held() for scheme in self._quantization.schemes]
+        return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
 
     @property
     def is_near_int4(self) -> bool:
@@ -115,8 +115,8 @@ class QuantizedFiles:
             if layer is None:
                 return files.read(name)
             self._widened[self._form(layer).reason] += 1
-            found = floats(layer.layout, layer.scheme, layer.size, self._reader(layer), dtype)
-            return found.T if self._is_turned(layer) else found
+            weight = floats(layer.layout, layer.scheme, layer.size, self._reader(layer), dtype)
+            return weight.T if self._is_turned(layer) else weight
 
         return WeightSource(
             plain | layers.keys(),
@@ -181,8 +181,8 @@ class QuantizedFiles:
             return None if scheme is None else scheme.held(width)
         rest = module.removeprefix(roots[0])
         names = (name, *(f"{root}{rest}.weight" for root in roots))
-        found = next((layers[each] for each in names if each in layers), None)
-        return None if found is None else found.scheme.held(width)
+        layer = next((layers[stored] for stored in names if stored in layers), None)
+        return None if layer is None else layer.scheme.held(width)
 
     def _is_turned(self, layer: _Layer) -> bool:
         """Whether the model expects the weight as [in, out], as its unquantised files have it."""
@@ -214,7 +214,7 @@ class QuantizedFiles:
 
         `LoadError` lists what does not fit together."""
         problems: list[str] = []
-        found: dict[str, _Layer] = {}
+        layers: dict[str, _Layer] = {}
         for module, names in self._tensors_of_modules().items():
             try:
                 layer = self._layer(module, names)
@@ -222,33 +222,33 @@ class QuantizedFiles:
                 path = self._files.path(next(iter(names.values())))
                 problems.append(f"{path}: {module}.{error.args[0]}")
             else:
-                found |= {} if layer is None else {f"{module}.weight": layer}
+                layers |= {} if layer is None else {f"{module}.weight": layer}
         if problems:
             raise LoadError(
                 f"the checkpoint does not fit its config, {self._quantization}: {listing(problems)}"
             )
-        return found
+        return layers
 
     def _tensors_of_modules(self) -> Mapping[str, Mapping[str, str]]:
         """The names of tensors that belong to a layer's weight, by the layer's name."""
         ends = {
-            each for scheme in self._quantization.schemes for each in LAYOUTS[scheme.layout].names
+            part for scheme in self._quantization.schemes for part in LAYOUTS[scheme.layout].names
         }
-        found: dict[str, dict[str, str]] = {}
+        tensors: dict[str, dict[str, str]] = {}
         for name in sorted(self._files.names):
             places = (i for i, char in enumerate(name) if char == ".")
             for place in places:
                 if name[place + 1 :] in ends:
-                    found.setdefault(name[:place], {})[name[place + 1 :]] = name
+                    tensors.setdefault(name[:place], {})[name[place + 1 :]] = name
                     break
-        return found
+        return tensors
 
     def _layer(self, module: str, names: Mapping[str, str]) -> _Layer | None:
         """The layer with these tensors; None if its weight is not quantised.
 
         `ValueError` or `KeyError` says what is wrong with a tensor.
         """
-        infos = {each: Info(*self._files.header(name)) for each, name in names.items()}
+        infos = {part_name: Info(*self._files.header(name)) for part_name, name in names.items()}
         scheme = self._quantization.scheme(module) or self._quantization.schemes[0]
         layout = LAYOUTS[scheme.layout]
         others = infos.keys() - {"weight", *layout.left_out}
@@ -261,18 +261,20 @@ class QuantizedFiles:
             return None
         if not others and layout.marker != "weight":
             return None
-        for each, part in layout.parts.items():
-            if each not in infos and part.needed(scheme):
-                raise KeyError(f"{each} is missing")
+        for part_name, part in layout.parts.items():
+            if part_name not in infos and part.needed(scheme):
+                raise KeyError(f"{part_name} is missing")
         if scheme.layout == "fp8" and not infos.keys() & {"weight_scale", "weight_scale_inv"}:
             raise KeyError("weight_scale is missing")
-        for each, info in infos.items():
-            own = layout.parts.get(each)
-            if own is not None and info.dtype not in own.dtypes:
-                wanted = " or ".join(own.dtypes)
-                raise ValueError(f"{each} is {info.dtype}, should be {wanted}")
-            if each not in layout.left_out and (own is None or not own.known(scheme)):
-                raise ValueError(f"{each} is unexpected in this layout ({scheme})")
+        for part_name, info in infos.items():
+            expected = layout.parts.get(part_name)
+            if expected is not None and info.dtype not in expected.dtypes:
+                wanted = " or ".join(expected.dtypes)
+                raise ValueError(f"{part_name} is {info.dtype}, should be {wanted}")
+            if part_name not in layout.left_out and (
+                expected is None or not expected.known(scheme)
+            ):
+                raise ValueError(f"{part_name} is unexpected in this layout ({scheme})")
         probe = _Layer(module, scheme, layout, names, (1, 1))
         size = layout.size(scheme, infos, self._reader(probe))
         if scheme.strategy == "group" and scheme.group and size[1] % scheme.group:
@@ -280,11 +282,14 @@ class QuantizedFiles:
                 f"{layout.marker} has {size[1]} inputs, which groups of {scheme.group} do not"
                 " divide"
             )
-        for each, info in infos.items():
-            wanted_shapes = layout.parts[each].shapes(scheme, size) if each in layout.parts else ()
+        for part_name, info in infos.items():
+            wanted_shapes = (
+                layout.parts[part_name].shapes(scheme, size) if part_name in layout.parts else ()
+            )
             if wanted_shapes and info.shape not in wanted_shapes:
                 raise ValueError(
-                    f"{each} is {list(info.shape)}, should be {list(wanted_shapes[0])} for a weight"
+                    f"{part_name} is {list(info.shape)}, should be {list(wanted_shapes[0])} for a"
+                    " weight"
                     f" [{size[0]}, {size[1]}] ({scheme})"
                 )
         return _Layer(module, scheme, layout, names, size)
@@ -297,12 +302,12 @@ class QuantizedFiles:
         if (known := self._forms.get(layer.module)) is not None:
             return known
         try:
-            found = _form_of(layer, self._reader(layer))
+            form = _form_of(layer, self._reader(layer))
         except ValueError as error:
             path = self._files.path(layer.names[layer.layout.marker])
             raise LoadError(f"{path}: {layer.module}.{error}") from None
-        self._forms[layer.module] = found
-        return found
+        self._forms[layer.module] = form
+        return form
 
     def _log(self, source: WeightSource) -> None:
         """Log what was held and what was widened, in one line."""

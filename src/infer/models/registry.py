@@ -310,7 +310,7 @@ def parse_model_config(raw: Mapping[str, Any], where: str) -> ModelConfig:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise LoadError(f"{where}: architectures must name one architecture, not {names!r:.200}")
     name = names[0].strip()
-    name = next((each for each in ARCHITECTURES if each.lower() == name.lower()), name)
+    name = next((known for known in ARCHITECTURES if known.lower() == name.lower()), name)
     row = find_architecture(name)
     reader = ConfigReader(raw, where)
     quantization = read_quantization(raw, reader.problems)

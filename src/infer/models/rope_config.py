@@ -59,7 +59,8 @@ def read_rope(
     if isinstance(kind, str) and kind in renamed:
         spec = {**spec, "rope_type": renamed[kind]}
     theta = next(
-        (each["rope_theta"] for each in (spec, raw) if each.get("rope_theta") is not None), theta
+        (fields["rope_theta"] for fields in (spec, raw) if fields.get("rope_theta") is not None),
+        theta,
     )
     rotary = head_dim
     if share is None:
@@ -155,15 +156,15 @@ def _longrope(
     both: list[tuple[float, ...]] = []
     for name in ("short_factor", "long_factor"):
         values = spec.get(name)
-        found = values if isinstance(values, list) else []
-        if len(found) != count or not all(
-            isinstance(each, (int, float)) and 0 < each < MAX_NUMBER for each in found
+        divisors = values if isinstance(values, list) else []
+        if len(divisors) != count or not all(
+            isinstance(divisor, (int, float)) and 0 < divisor < MAX_NUMBER for divisor in divisors
         ):
             reader.problems.append(
                 f"rope_scaling {name} must be {count} positive numbers, not {values!r:.80}"
             )
-            found = [1.0] * count
-        both.append(tuple(float(each) for each in found))
+            divisors = [1.0] * count
+        both.append(tuple(float(divisor) for divisor in divisors))
     original = reader.size("original_max_position_embeddings", max_position)
     original = numbers.get("original_max_position", original)
     factor = numbers.get("factor") or max_position / original

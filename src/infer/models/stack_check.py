@@ -67,18 +67,18 @@ def stack_agrees(model: Any, max_seq_len: int) -> bool:
     last = max_seq_len - 1
     positions = torch.tensor(sorted({0, min(1, last), last // 2, last}))
     tokens = torch.arange(len(positions)) % model.config.vocab_size
-    found = []
+    ways = []
     for recorder in (_Recorder(model.config), _StackRecorder(model.config)):
         hidden = model.forward(tokens, positions, recorder)
-        found.append([*recorder.seen, hidden])
-    ours, theirs = found
+        ways.append([*recorder.seen, hidden])
+    ours, theirs = ways
     return len(ours) == len(theirs) and all(map(_have_same_bits, ours, theirs))
 
 
-def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+def _have_same_bits(first: Tensor, other: Tensor) -> bool:
+    if (first.dtype, first.shape) != (other.dtype, other.shape):
         return False
-    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (one, other)))
+    return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in (first, other)))
 
 
 def check_stack(model: Any, max_seq_len: int) -> None:

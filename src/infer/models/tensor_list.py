@@ -87,31 +87,31 @@ def _product(
 def _attention(layer: LayerConfig) -> dict[str, int]:
     """Number of outputs of each projection of attention."""
     size = layer.head_dim
-    one = layer.num_kv_heads * size
-    return {"q": layer.num_heads * size, "k": one, "v": one, "o": layer.hidden_size}
+    kv_size = layer.num_kv_heads * size
+    return {"q": layer.num_heads * size, "k": kv_size, "v": kv_size, "o": layer.hidden_size}
 
 
 def _others(layer: LayerConfig) -> dict[str, Shape]:
     """The tensors of a layer beside the weights of its linear layers."""
     form, hidden, inner = layer.form, layer.hidden_size, layer.intermediate_size
-    found: dict[str, Shape] = {}
+    shapes: dict[str, Shape] = {}
     sizes = _attention(layer)
     biases = [part for part in "qkvo" if (layer.o_bias if part == "o" else layer.qkv_bias)]
-    found |= {f"{part}_proj.bias": (sizes[part],) for part in biases}
+    shapes |= {f"{part}_proj.bias": (sizes[part],) for part in biases}
     mlp = (
         {"gate": inner, "up": inner, "down": hidden}
         if form.gated
         else {"up": inner, "down": hidden}
     )
-    found |= {f"{part}_proj.bias": (n,) for part, n in mlp.items() if layer.mlp_bias}
+    shapes |= {f"{part}_proj.bias": (n,) for part, n in mlp.items() if layer.mlp_bias}
     if layer.qk_norm:
-        each = form.qk_norm in ("width", "each head")
+        is_whole = form.qk_norm in ("width", "each head")
         for part in "qk":
-            found[f"{part}_norm.weight"] = (sizes[part] if each else layer.head_dim,)
+            shapes[f"{part}_norm.weight"] = (sizes[part] if is_whole else layer.head_dim,)
     if form.sinks:
-        found["sinks."] = (layer.num_heads,)
+        shapes["sinks."] = (layer.num_heads,)
     if form.activation == "xielu":
-        found |= {"alpha_p.": (1,), "alpha_n.": (1,)}
+        shapes |= {"alpha_p.": (1,), "alpha_n.": (1,)}
     norms = {
         "attention_in": form.pre_norms,
         "mlp_in": form.pre_norms and not form.one_norm,
@@ -119,8 +119,8 @@ def _others(layer: LayerConfig) -> dict[str, Shape]:
         "mlp_out": form.post_norms,
     }
     for name, there in norms.items():
-        found |= _norm(layer, f"{name}_norm") if there else {}
-    return {f"layers.{layer.index}.{name}": shape for name, shape in found.items()}
+        shapes |= _norm(layer, f"{name}_norm") if there else {}
+    return {f"layers.{layer.index}.{name}": shape for name, shape in shapes.items()}
 
 
 def _norm(layer: LayerConfig, name: str) -> dict[str, Shape]:

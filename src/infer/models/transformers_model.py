@@ -160,7 +160,7 @@ def read_transformers_config(folder: Path) -> ModelConfig:
         windows=tuple(call.window for call in calls),
         query_scale=first.scale,
         score_softcap=first.softcap,
-        num_parameters=sum(each.numel() for each in causal.parameters()),
+        num_parameters=sum(parameter.numel() for parameter in causal.parameters()),
     )
 
 
@@ -189,9 +189,9 @@ def _check_config(library: Any, config: Any, raw: Mapping[str, Any], where: str)
             f"{where}: {kind.__name__} has a recurrent state{kinds}, which the cache does not hold;"
             " only models whose layers are all attention are served"
         )
-    if found := _varying_rope(config.to_dict()):
+    if rope := _varying_rope(config.to_dict()):
         raise LoadError(
-            f"{where}: RoPE of the kind {found!r} depends on the longest sequence of a step, so an"
+            f"{where}: RoPE of the kind {rope!r} depends on the longest sequence of a step, so an"
             " answer would depend on the requests beside it; it is not served by --model-impl"
             " transformers"
         )
@@ -199,10 +199,10 @@ def _check_config(library: Any, config: Any, raw: Mapping[str, Any], where: str)
 
 def _other_layers(text: Any) -> list[str]:
     """The kinds of layers of a config that keep more than keys and values."""
-    found: set[str] = set()
+    kinds: set[str] = set()
     for name in ("layer_types", "layers_block_type", "block_types"):
-        found.update(map(str, getattr(text, name, None) or ()))
-    return sorted(found - _ATTENTION_LAYERS)
+        kinds.update(map(str, getattr(text, name, None) or ()))
+    return sorted(kinds - _ATTENTION_LAYERS)
 
 
 def _varying_rope(value: Any) -> str | None:
@@ -212,7 +212,7 @@ def _varying_rope(value: Any) -> str | None:
     kind = value.get("rope_type", value.get("type"))
     if kind in _VARYING_ROPES:
         return str(kind)
-    return next((found for each in value.values() if (found := _varying_rope(each))), None)
+    return next((varying for inner in value.values() if (varying := _varying_rope(inner))), None)
 
 
 def _body(causal: Any, where: str) -> Any:
@@ -376,12 +376,12 @@ class TransformersModel:
         setattr(causal, causal.base_model_prefix, self._given)
         self.lm_head: Linear = PlainLinear(head.weight, getattr(head, "bias", None))
         shapes = {
-            tuple(each.weight.shape): each
-            for each in self._body.modules()
-            if isinstance(each, torch.nn.Linear)
+            tuple(module.weight.shape): module
+            for module in self._body.modules()
+            if isinstance(module, torch.nn.Linear)
         }
         self.products: list[Linear] = [
-            PlainLinear(each.weight, each.bias) for each in shapes.values()
+            PlainLinear(module.weight, module.bias) for module in shapes.values()
         ]
         """One linear layer of each shape, for `batch_invariance_problem`."""
         self._kind: Any = None
@@ -394,7 +394,7 @@ class TransformersModel:
         ) -> Tensor:
             narrower = q.shape[3] - v.shape[3]  # a cell of the cache has one size
             values = F.pad(v, (0, narrower)) if narrower else v
-            q, k, values = (each[0].transpose(0, 1).to(v.dtype) for each in (q, k, values))
+            q, k, values = (heads[0].transpose(0, 1).to(v.dtype) for heads in (q, k, values))
             out = attend(layer, q, k, values, None)[None]
             return out[..., : v.shape[3]] if narrower else out
 
@@ -471,14 +471,14 @@ class _Trial:
     def _attended(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape = self._layers[layer]
         group = q.shape[1] // k.shape[1]
-        queries, keys, values = (each.float().transpose(0, 1) for each in (q, k, v))
-        keys, values = (each.repeat_interleave(group, 0) for each in (keys, values))
+        queries, keys, values = (heads.float().transpose(0, 1) for heads in (q, k, v))
+        keys, values = (heads.repeat_interleave(group, 0) for heads in (keys, values))
         scores = queries @ keys.transpose(1, 2) * shape.attention_scale
         if shape.score_softcap is not None:
             scores = torch.tanh(scores / shape.score_softcap) * shape.score_softcap
         at = torch.arange(len(k), device=q.device)
-        own = at[len(k) - len(q) :, None]
-        seen = (at <= own) & (at > own - (shape.window or len(k) + 1))
+        position = at[len(k) - len(q) :, None]
+        seen = (at <= position) & (at > position - (shape.window or len(k) + 1))
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         return (weights @ values).transpose(0, 1).to(v.dtype)
 
@@ -498,8 +498,8 @@ def _check_chunks(alone: _Trial, hidden: Tensor, tokens: Tensor, limit: float) -
     """
     model, is_same = alone.model, True
     layers = range(model.config.num_layers)
-    found = []
-    for cut in (each for each in _TRIAL_CUTS if each < len(tokens)):
+    differences = []
+    for cut in (at for at in _TRIAL_CUTS if at < len(tokens)):
         among, other = _Trial(model), tokens.flip(0)
         company = among.step(("other", other[:7]), ("it", tokens[:cut]))[7:]
         is_same &= torch.equal(_Trial(model).step(("it", tokens[:cut])), company)
@@ -508,8 +508,8 @@ def _check_chunks(alone: _Trial, hidden: Tensor, tokens: Tensor, limit: float) -
         for layer in layers:
             both = zip(among.cached[layer, "it"], alone.cached[layer, "it"], strict=True)
             pairs += [(ours[cut : cut + 1], theirs[cut : cut + 1]) for ours, theirs in both]
-        found.append(torch.cat([_differences(*pair) for pair in pairs]))
-    worst = float(torch.stack(found).median(0).values.max()) if found else 0.0
+        differences.append(torch.cat([_differences(*pair) for pair in pairs]))
+    worst = float(torch.stack(differences).median(0).values.max()) if differences else 0.0
     if not worst <= limit:
         raise LoadError(
             f"{model.config.architecture}: a sequence in chunks, beside another, differs from the"
@@ -529,10 +529,10 @@ def _try_out(model: TransformersModel, dtype: torch.dtype) -> None:
     tokens = (torch.arange(count) * 7919 + 13) % model.config.vocab_size
     alone = _Trial(model)
     hidden = alone.step(("it", tokens))
-    found = float(_differences(model.logits(hidden), model.reference(tokens)).median())
-    if not found <= limit:
+    far = float(_differences(model.logits(hidden), model.reference(tokens)).median())
+    if not far <= limit:
         raise LoadError(
-            f"{name}: logits differ from those with the attention of transformers by {found:.2g}"
+            f"{name}: logits differ from those with the attention of transformers by {far:.2g}"
             f" of their size (at most {limit:g}); the engine would compute something else"
         )
     is_same = _check_chunks(alone, hidden, tokens, limit)
@@ -564,10 +564,10 @@ def load_transformers_model(folder: Path, config: ModelConfig, dtype: torch.dtyp
     except Exception as error:
         raise LoadError(f"{folder}: transformers does not load it ({error!s:.300})") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if found := report.get(what):
-            listed = ", ".join(sorted(map(str, found))[:5])
+        if names := report.get(what):
+            listed = ", ".join(sorted(map(str, names))[:5])
             label = what.replace("_", " ")
-            raise LoadError(f"{folder}: {len(found)} {label} for the model: {listed:.300}")
+            raise LoadError(f"{folder}: {len(names)} {label} for the model: {listed:.300}")
     model = TransformersModel(causal.eval(), config)
     name = config.architecture
     fast = ARCHITECTURES.get(name)

@@ -171,10 +171,10 @@ class WeightSource:
             return tensor
 
         def read_blocks(parts: Mapping[str, tuple[int, int]], gated: bool) -> HeldWeights | None:
-            found = None if self._blocks is None else self._blocks(parts, gated)
-            for name, weight in zip(parts, found or (), strict=False):
+            weights = None if self._blocks is None else self._blocks(parts, gated)
+            for name, weight in zip(parts, weights or (), strict=False):
                 note(name, weight.content())
-            return found
+            return weights
 
         return WeightSource(
             self._left,
@@ -256,8 +256,8 @@ class WeightSource:
 
         `gated`: the layer has a gate.
         """
-        found = self._in_blocks(parts, gated=gated)
-        return found or [self.take(name, shape) for name, shape in parts.items()]
+        blocks = self._in_blocks(parts, gated=gated)
+        return blocks or [self.take(name, shape) for name, shape in parts.items()]
 
     def _in_blocks(
         self, parts: Mapping[str, tuple[int, int]], *, gated: bool = False
@@ -272,11 +272,11 @@ class WeightSource:
         }
         if self._complete and not self._names.issuperset(stored):
             return None
-        found = self._blocks(stored, gated and len(stored) > 1)
-        if found is None:
+        weights = self._blocks(stored, gated and len(stored) > 1)
+        if weights is None:
             return None
         self._left.difference_update(stored)
-        of_name = dict(zip(stored, found, strict=True))
+        of_name = dict(zip(stored, weights, strict=True))
         return [rows.of_blocks(of_name[rows.name]) for rows in arranged.values()]
 
     def keep_embedding(
@@ -288,9 +288,9 @@ class WeightSource:
         """
         from infer.kernels.linear import PackedEmbedding
 
-        found = self._in_blocks({name: shape})
-        if found and isinstance(found[0], BlockWeight):
-            return PackedEmbedding(found[0])
+        blocks = self._in_blocks({name: shape})
+        if blocks and isinstance(blocks[0], BlockWeight):
+            return PackedEmbedding(blocks[0])
         dtype = str(self.dtype).removeprefix("torch.")
         if is_head and self.device.type == "cpu" and embedding_is_packed(dtype, self.quantization):
             return PackedEmbedding(self.take(name, shape))
@@ -340,10 +340,10 @@ class TensorFiles:
 
     def __init__(self, folder: Path) -> None:
         """Raises `LoadError` if the folder has no such files."""
-        found = _files_of_names(folder)
+        files = _files_of_names(folder)
         self._folder = folder
-        self._stored_names = _stored_names(found)
-        self._files = {name: found[stored] for name, stored in self._stored_names.items()}
+        self._stored_names = _stored_names(files)
+        self._files = {name: files[stored] for name, stored in self._stored_names.items()}
         self._opened: dict[str, Any] = {}
         # The weights of a fused layer are read one after the other and then used together. So the
         # pages of the last tensors stay in memory.
@@ -406,7 +406,12 @@ def _stored_names(names: Iterable[str]) -> dict[str, str]:
     """
     usual = {name: name for name in names}
     while prefix := next(
-        (each for each in _WRAPPERS if usual and all(name.startswith(each) for name in usual)), None
+        (
+            wrapper
+            for wrapper in _WRAPPERS
+            if usual and all(name.startswith(wrapper) for name in usual)
+        ),
+        None,
     ):
         usual = {name.removeprefix(prefix): stored for name, stored in usual.items()}
     if "embed_tokens.weight" in usual:
@@ -442,8 +447,8 @@ def _files_of_names(folder: Path) -> Mapping[str, str]:
             return {name: str(files[file]) for name, file in weight_map.items()}
         if not (folder / SINGLE_FILE).is_file():  # else the index is of shards that were joined
             if outside := next((f for f in files if Path(f).name != f or len(f) > 255), None):
-                found = f"{outside!r:.80} is not the name of a file in this folder"
-                raise LoadError(f"{index}: {found}")
+                problem = f"{outside!r:.80} is not the name of a file in this folder"
+                raise LoadError(f"{index}: {problem}")
             absent = [file for file, name in files.items() if name is None]
             raise LoadError(f"{index} names files that are not there: {listing(absent)}")
     for names in ([SINGLE_FILE], _shards(folder)):
@@ -470,13 +475,13 @@ def _in_folder(folder: Path, file: str) -> str | None:
 
 def _shards(folder: Path) -> list[str]:
     """The files of a checkpoint without an index: all parts of one, or its only file."""
-    found = sorted(file.name for file in folder.glob("*.safetensors"))
-    parts = [each for name in found if (each := _SHARD.fullmatch(name))]
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    parts = [shard for name in files if (shard := _SHARD.fullmatch(name))]
     if parts:
         return [
             f"{parts[0][1]}{i + 1:05}-of-{parts[0][2]}.safetensors" for i in range(int(parts[0][2]))
         ]
-    return found if len(found) == 1 and not found[0].startswith("adapter") else []
+    return files if len(files) == 1 and not files[0].startswith("adapter") else []
 
 
 def _open(path: Path) -> Any:

@@ -151,7 +151,7 @@ class EngineRun:
                 with contextlib.suppress(queue.Empty):
                     while True:
                         commands.append(self._commands.get_nowait())
-                wanted = [each for each in commands if each is not None]
+                wanted = [wire for wire in commands if wire is not None]
                 if len(wanted) < len(commands):
                     return
                 for generation, group in itertools.groupby(wanted, itemgetter(0)):

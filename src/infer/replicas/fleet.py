@@ -244,10 +244,12 @@ class Fleet:
         """Sums over the replicas; see `EngineClient`."""
         with self._lock:
             counts = self._counts
-            own = EngineCounters(
+            counters = EngineCounters(
                 num_moved=counts.num_moved, num_moved_unequal=counts.num_moved_unequal
             )
-        return total([each.stats() for each in self.replicas.values()], own.plus(counts.departed))
+        return total(
+            [replica.stats() for replica in self.replicas.values()], counters.plus(counts.departed)
+        )
 
     def stats_of_replicas(self) -> dict[str, EngineStats]:
         """See `EngineClient`."""
@@ -272,11 +274,11 @@ class Fleet:
                 log.error("%s is kept out of the fleet: %s", replica.name, slot.why_kept_out)
                 return 0
             load = ReplicaLoad(replica.name, replica.limits)
-            found = slot.generation = _Generation(slot, generation, load, replica.fingerprint)
+            begun = slot.generation = _Generation(slot, generation, load, replica.fingerprint)
             slot.numbers = replica.fingerprint.numbers
-            self._follow(found)
+            self._follow(begun)
             self._dispatch()
-            return found.load.num_unfinished
+            return begun.load.num_unfinished
 
     def reported(
         self,
@@ -350,9 +352,9 @@ class Fleet:
             slot.is_gone = True
             if slot.generation is not None:
                 self._crash(slot.generation, Loss(f"{replica.name} has gone", from_outside=True))
-            if all(each.is_gone for each in self._slots.values()):
+            if all(slot_of_replica.is_gone for slot_of_replica in self._slots.values()):
                 self._died()
-            elif not any(each.has_future for each in self._slots.values()):
+            elif not any(slot_of_replica.has_future for slot_of_replica in self._slots.values()):
                 self._fail_all()
             else:
                 self._dispatch()
@@ -378,17 +380,19 @@ class Fleet:
 
     def _why_keep_out(self, replica: ReplicaContract) -> str:
         """Why a replica is not of this fleet; "" if it is."""
-        found, limits = replica.fingerprint, self._limits
+        fingerprint, limits = replica.fingerprint, self._limits
         if self._identity is None:
-            self._identity = found
+            self._identity = fingerprint
         if limits is None:
             self._limits = limits = replica.limits
         wanted = self._identity
-        if found.protocol != wanted.protocol:
-            return f"it speaks version {found.protocol} of the protocol, not {wanted.protocol}"
-        if found.model and wanted.model and found.model != wanted.model:
+        if fingerprint.protocol != wanted.protocol:
             return (
-                f"its model (config and tokenizer {found.model[:12]}) is not the fleet's"
+                f"it speaks version {fingerprint.protocol} of the protocol, not {wanted.protocol}"
+            )
+        if fingerprint.model and wanted.model and fingerprint.model != wanted.model:
+            return (
+                f"its model (config and tokenizer {fingerprint.model[:12]}) is not the fleet's"
                 f" ({wanted.model[:12]})"
             )
         if replica.limits.max_seq_len < limits.max_seq_len:
@@ -434,7 +438,11 @@ class Fleet:
         for request in self._journal.unassigned():
             numbers = self._journal.numbers_of(request.request_id)
             generations = self._generations_for(request)
-            equal = [each for each in generations if numbers in (None, each.fingerprint.numbers)]
+            equal = [
+                candidate
+                for candidate in generations
+                if numbers in (None, candidate.fingerprint.numbers)
+            ]
             if generations and not equal and self._moved_streams == "exact":
                 if not self._may_wait_for(numbers):
                     self._end_unequal(request)
@@ -442,7 +450,7 @@ class Fleet:
             generations = equal or generations
             if request.num_crashes:
                 # Behind the streams of a survivor it might wait for longer than for a new engine.
-                free = [each for each in generations if each.load.has_seat]
+                free = [candidate for candidate in generations if candidate.load.has_seat]
                 generations = free if free or self._is_one_expected() else generations
             generation = self._choose(request, generations)
             if generation is None:
@@ -539,8 +547,8 @@ class Fleet:
         generation, replica = slot.generation, slot.replica
         if generation is None or not slot.is_silent(self._link_timeout_s):
             return
-        others = (each for each in self._slots.values() if each is not slot)
-        if not any(self._is_serving(each) and each.drain_ends_s is None for each in others):
+        others = (other for other in self._slots.values() if other is not slot)
+        if not any(self._is_serving(other) and other.drain_ends_s is None for other in others):
             return
         reason = f"silent for {replica.link_silence_s:.1f} s"
         self._crash(generation, Loss(reason, from_outside=True, alone=replica.alone))
@@ -551,27 +559,33 @@ def fleet_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
     """The limits of several engines as those of one: seats and queues are summed, and a request
     must fit into each of them."""
     first = limits[0]
-    tokens = [each.max_waiting_tokens for each in limits if each.max_waiting_tokens is not None]
+    tokens = [
+        limits_of_replica.max_waiting_tokens
+        for limits_of_replica in limits
+        if limits_of_replica.max_waiting_tokens is not None
+    ]
     return EngineLimits(
         vocab_size=first.vocab_size,
-        max_seq_len=min(each.max_seq_len for each in limits),
-        num_seats=sum(each.num_seats for each in limits),
-        max_waiting_requests=sum(each.max_waiting_requests for each in limits),
+        max_seq_len=min(limits_of_replica.max_seq_len for limits_of_replica in limits),
+        num_seats=sum(limits_of_replica.num_seats for limits_of_replica in limits),
+        max_waiting_requests=sum(
+            limits_of_replica.max_waiting_requests for limits_of_replica in limits
+        ),
         max_waiting_tokens=sum(tokens) if len(tokens) == len(limits) else None,
         batching_mode=first.batching_mode,
         page_size=first.page_size,
         prefix_caching=first.prefix_caching,
         weights=first.weights,
-        weight_bytes=sum(each.weight_bytes for each in limits),
+        weight_bytes=sum(limits_of_replica.weight_bytes for limits_of_replica in limits),
     )
 
 
 def total(stats: Sequence[EngineStats], counters: EngineCounters) -> EngineStats:
     """Sums over engines, and further counters."""
     gauges: Mapping[str, Any] = {
-        name: sum(getattr(each.gauges, name) for each in stats)
+        name: sum(getattr(stats_of_replica.gauges, name) for stats_of_replica in stats)
         for name in EngineGauges.__struct_fields__
     }
-    for each in stats:
-        counters = counters.plus(each.counters)
+    for stats_of_replica in stats:
+        counters = counters.plus(stats_of_replica.counters)
     return EngineStats(EngineGauges(**gauges), counters)

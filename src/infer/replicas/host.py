@@ -364,11 +364,11 @@ class ReplicaHost:
         """The events of a step, with what the engine has to do for the other fronts."""
         if step_events is None or len(self._links) == 1:
             return step_events
-        others = [each.load for each in self._links.values() if each is not link]
+        others = [other.load for other in self._links.values() if other is not link]
         load = ForeignLoad(
-            sum(each.num_waiting for each in others),
-            sum(each.num_running for each in others),
-            sum(each.num_waiting_tokens for each in others),
+            sum(other.num_waiting for other in others),
+            sum(other.num_running for other in others),
+            sum(other.num_waiting_tokens for other in others),
         )
         return msgspec.structs.replace(step_events, foreign_load=load)
 

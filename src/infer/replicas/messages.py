@@ -148,8 +148,12 @@ def reports(
             for start in range(0, len(entries), size):
                 part = entries[start : start + size]
                 yield PromptScores(output.request_id, len(part), _encode(part))
-    rest = [it._replace(prompt_logprobs=None) if it.prompt_logprobs else it for it in outputs]
+    rest = [_without_scores(output) for output in outputs]
     yield Report(rest, stats, step_events, num_applied)
+
+
+def _without_scores(output: StepOutput) -> StepOutput:
+    return output._replace(prompt_logprobs=None) if output.prompt_logprobs else output
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):
@@ -199,10 +203,10 @@ class ScoreCollector:
             return outputs
         parts, self._parts = self._parts, {}
         return [
-            it._replace(prompt_logprobs=PackedLogprobs(parts[it.request_id]))
-            if it.request_id in parts
-            else it
-            for it in outputs
+            output._replace(prompt_logprobs=PackedLogprobs(parts[output.request_id]))
+            if output.request_id in parts
+            else output
+            for output in outputs
         ]
 
 
@@ -324,8 +328,8 @@ def _mapped(value: Any, change: Callable[[str], Any]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
-        return {_mapped(key, change): _mapped(each, change) for key, each in value.items()}
-    return [_mapped(each, change) for each in value] if isinstance(value, list | tuple) else value
+        return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
+    return [_mapped(item, change) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _as_bytes(text: str) -> str | bytes:

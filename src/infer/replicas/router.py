@@ -128,7 +128,7 @@ class LeastRouter(Router):
     def choose(self, request: Request, replicas: Sequence[ReplicaLoad]) -> ReplicaLoad:
         """See `Router`."""
 
-        def load(each: ReplicaLoad) -> tuple[bool, int, int]:
-            return not each.has_seat, each.num_waiting_tokens, each.num_unfinished
+        def load(replica: ReplicaLoad) -> tuple[bool, int, int]:
+            return not replica.has_seat, replica.num_waiting_tokens, replica.num_unfinished
 
         return min(replicas, key=load)

@@ -248,15 +248,15 @@ class PrefixRouter(Router):
         num_tokens = num_tokens_of(request)
         sizes = {size: _pages(request, size) for size in {_page_size(load) for load in replicas}}
         known = [self._know(load) for load in replicas]
-        own = []
-        for load, each in zip(replicas, known, strict=True):
+        to_compute = []
+        for load, of_replica in zip(replicas, known, strict=True):
             size = _page_size(load)
-            own.append(num_tokens - each.num_cached(sizes[size]) * size)
-        times_s = self._expected_s(replicas, known, own)
-        chosen = self._best(replicas, known, times_s, own, request.conversation)
+            to_compute.append(num_tokens - of_replica.num_cached(sizes[size]) * size)
+        times_s = self._expected_s(replicas, known, to_compute)
+        chosen = self._best(replicas, known, times_s, to_compute, request.conversation)
         self._num_chosen += 1
         known[chosen].last_choice = self._num_chosen
-        sent = _Sent(own[chosen], sizes[_page_size(replicas[chosen])])
+        sent = _Sent(to_compute[chosen], sizes[_page_size(replicas[chosen])])
         known[chosen].send(request.request_id, sent)
         return replicas[chosen]
 
@@ -310,19 +310,24 @@ class PrefixRouter(Router):
 
     @staticmethod
     def _expected_s(
-        replicas: Sequence[ReplicaLoad], known: Sequence[KnownReplica], own: Sequence[int]
+        replicas: Sequence[ReplicaLoad], known: Sequence[KnownReplica], to_compute: Sequence[int]
     ) -> list[float]:
-        """Seconds until the first token, for each replica. `own`: tokens of the request that are
-        not cached there."""
-        token_s = _typical([each.token_s.value for each in known], TOKEN_S)
-        stay_s = _typical([each.stay_s.value for each in known], SEATED_S)
+        """Seconds until the first token, for each replica. `to_compute`: tokens of the request that
+        are not cached there."""
+        token_s = _typical([of_replica.token_s.value for of_replica in known], TOKEN_S)
+        stay_s = _typical([of_replica.stay_s.value for of_replica in known], SEATED_S)
         times_s = []
-        for index, (load, each) in enumerate(zip(replicas, known, strict=True)):
-            num_running = load.num_running + each.foreign.num_running
-            room = each.num_empty(num_running) * load.limits.page_size
-            dropped = max(0.0, own[index] - room)
-            work = each.num_left + each.foreign.num_prompt_tokens + own[index] + dropped
-            queue = load.num_waiting + each.foreign.num_waiting + 1
+        for index, (load, of_replica) in enumerate(zip(replicas, known, strict=True)):
+            num_running = load.num_running + of_replica.foreign.num_running
+            room = of_replica.num_empty(num_running) * load.limits.page_size
+            dropped = max(0.0, to_compute[index] - room)
+            work = (
+                of_replica.num_left
+                + of_replica.foreign.num_prompt_tokens
+                + to_compute[index]
+                + dropped
+            )
+            queue = load.num_waiting + of_replica.foreign.num_waiting + 1
             behind = max(0, queue - max(0, load.limits.num_seats - num_running))
             seat_s = behind * stay_s[index] / load.limits.num_seats
             times_s.append(work * token_s[index] + seat_s)
@@ -333,14 +338,14 @@ class PrefixRouter(Router):
         replicas: Sequence[ReplicaLoad],
         known: Sequence[KnownReplica],
         times_s: Sequence[float],
-        own: Sequence[int],
+        to_compute: Sequence[int],
         conversation: str,
     ) -> int:
         """Index of the replica with the shortest time, of those that have not too much to do.
-        `own`: see `_expected_s`."""
+        `to_compute`: see `_expected_s`."""
         unfinished = [
-            load.num_unfinished + each.foreign.num_running + each.foreign.num_waiting
-            for load, each in zip(replicas, known, strict=True)
+            load.num_unfinished + of_replica.foreign.num_running + of_replica.foreign.num_waiting
+            for load, of_replica in zip(replicas, known, strict=True)
         ]
         num_seats = sum(load.limits.num_seats for load in replicas)
         share = self._max_share * (sum(unfinished) + 1) / num_seats + SPARE
@@ -349,15 +354,15 @@ class PrefixRouter(Router):
             for index, load in enumerate(replicas)
             if unfinished[index] < share * load.limits.num_seats
         ]
-        for costs in (times_s, own):
+        for costs in (times_s, to_compute):
             limit = TOLERANCE * min(costs[index] for index in indices)
             indices = [index for index in indices if costs[index] <= limit]
 
         def order(index: int) -> tuple[float, bytes, float, int]:
-            load, each = replicas[index], known[index]
+            load, of_replica = replicas[index], known[index]
             busy = unfinished[index] / load.limits.num_seats
             rank = _rank(conversation, load.name) if conversation else b""
-            return busy, rank, -each.num_empty(load.num_running), each.last_choice
+            return busy, rank, -of_replica.num_empty(load.num_running), of_replica.last_choice
 
         return min(indices, key=order)
 

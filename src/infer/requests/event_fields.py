@@ -23,7 +23,11 @@ _KINDS: Mapping[str, type[RequestEvent]] = {
 @cache
 def _names_of(kind: type[RequestEvent]) -> tuple[tuple[str, str], ...]:
     """The fields beside `request_id`, with their public names."""
-    return tuple((it.name, it.encode_name) for it in fields(kind) if it.name != "request_id")
+    return tuple(
+        (field_of_kind.name, field_of_kind.encode_name)
+        for field_of_kind in fields(kind)
+        if field_of_kind.name != "request_id"
+    )
 
 
 def kind_of(event: RequestEvent) -> str:
@@ -34,7 +38,7 @@ def kind_of(event: RequestEvent) -> str:
 def fields_of(event: RequestEvent, shown: Callable[[str], Any]) -> dict[str, Any]:
     """What an event says beside its request. `shown` makes of another request's id what stands in
     its place; each such value is there once."""
-    found: dict[str, Any] = {}
+    public_fields: dict[str, Any] = {}
     for name, public in _names_of(type(event)):
         value = getattr(event, name)
         if name in _NAMES_REQUESTS:
@@ -42,8 +46,8 @@ def fields_of(event: RequestEvent, shown: Callable[[str], Any]) -> dict[str, Any
             value = list(dict.fromkeys(map(shown, ids)))
         elif value is None or value is False:
             continue
-        found[public] = value
-    return found
+        public_fields[public] = value
+    return public_fields
 
 
 def event_of(request_id: str, told: Mapping[str, Any]) -> RequestEvent | None:

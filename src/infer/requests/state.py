@@ -169,13 +169,13 @@ class RequestStates:
 
     def follow(self, step: StepEvents) -> list[tuple[Event, float]]:
         """Follow the events of a step; returns them with their times."""
-        found: list[tuple[Event, float]] = []
+        known: list[tuple[Event, float]] = []
         for event in step.events:
             at_s = step.ended_s if isinstance(event, Speculated) else step.started_s
             if not isinstance(event, BatchEvent):
                 self.apply(event, at_s, step.replica)
-            found.append((event, at_s))
-        return found
+            known.append((event, at_s))
+        return known
 
     def stepped(self, outputs: Iterable[StepOutput], step: StepEvents | None) -> FoldedStep:
         """Follow a step and what came of it. This is a hot path: it runs for each sequence."""

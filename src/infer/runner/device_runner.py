@@ -367,10 +367,10 @@ class DeviceRunner:
         """A token for each row of logits [R, V], by the kernels that draw for all other rows."""
         columns = sampling_columns(sequences, rows.shape[1])
         columns["positions"] = np.array([len(s.tokens) for s in sequences], np.int32)
-        found = torch.empty((2, len(sequences)), dtype=torch.int32, device=self.device)
+        drawn = torch.empty((2, len(sequences)), dtype=torch.int32, device=self.device)
         sent = {name: torch.from_numpy(made).to(self.device) for name, made in columns.items()}
-        draw(rows, self._draws, **sent, tokens=found[0], flags=found[1])
-        tokens: list[int] = found[0].tolist()
+        draw(rows, self._draws, **sent, tokens=drawn[0], flags=drawn[1])
+        tokens: list[int] = drawn[0].tolist()
         return tokens
 
     def _padded_logits(self, hidden: Tensor) -> Tensor:

@@ -95,18 +95,18 @@ class Masks:
 
     def in_time(self) -> tuple[dict[str, _Mask], set[str]]:
         """(masks that are complete in time, by request id; request ids of the others)"""
-        found: dict[str, _Mask] = {}
+        masks: dict[str, _Mask] = {}
         late: set[str] = set()
         for name, (state, mask) in self._masks.items():
             left_s = self._until_s[name] - time.monotonic()
             if not mask.done() and left_s > 0:
                 wait_for([mask], left_s)
             if mask.done():
-                found[name] = mask.result()
+                masks[name] = mask.result()
                 state.begun = None
             else:
                 late.add(name)
-        return found, late
+        return masks, late
 
 
 class Restrictions:
@@ -281,12 +281,12 @@ def _taken(constraint: Constraint, result: Sampled, num_masks: int) -> Sampled:
     Only the first `num_masks` tokens were sampled with a mask of their own; the others are dropped.
     """
     kept: list[Sampled] = []
-    for each in (result, *result.following[: num_masks - 1]):
-        kept.append(each)
-        if each.error:
+    for mask in (result, *result.following[: num_masks - 1]):
+        kept.append(mask)
+        if mask.error:
             break
-        if constraint.take(each.token_id):
-            kept[-1] = replace(each, completes=True)
+        if constraint.take(mask.token_id):
+            kept[-1] = replace(mask, completes=True)
             break
     if len(kept) == 1 and not result.following:
         return kept[0]

@@ -76,7 +76,9 @@ class KVStorage:
         self.preparing: BackgroundThread | None = None
         if device.type == "cpu" and sys.platform == "linux":
             stopping = threading.Event()
-            run = partial(_prepare, [ref(each) for each in tensors], self._parts, stopping)
+            run = partial(
+                _prepare, [ref(storage_tensor) for storage_tensor in tensors], self._parts, stopping
+            )
             self.preparing = BackgroundThread(run, stopping.set, "kv-storage")
             self.preparing.start()
 
@@ -126,8 +128,8 @@ def _prepare(
     # This thread gets the lowest priority, so that it takes no core from the first request.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
     for first in range(0, PREPARED_BYTES // len(tensors), _CHUNK_BYTES):
-        for each, of_tensor in zip(tensors, parts, strict=True):
-            tensor = each()
+        for tensor_ref, of_tensor in zip(tensors, parts, strict=True):
+            tensor = tensor_ref()
             if tensor is None or stopping.is_set():
                 return
             for part in of_tensor:

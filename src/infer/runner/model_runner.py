@@ -344,5 +344,6 @@ class _Entering(AttendsThrough):
 
 def _launched(sequences: Seq[Sequence]) -> list[LaunchedRow]:
     return [
-        LaunchedRow(each.request, range(len(each.tokens)), each.num_prompt) for each in sequences
+        LaunchedRow(sequence.request, range(len(sequence.tokens)), sequence.num_prompt)
+        for sequence in sequences
     ]

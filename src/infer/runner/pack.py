@@ -86,17 +86,17 @@ class Packer:
         sampled: list[Sequence] = []
         for chunk in plan:
             sequence, start, num = chunk.sequence, chunk.start, chunk.num_tokens
-            own, end = sequence.tokens, start + num
+            ids, end = sequence.tokens, start + num
             if num == 1:
-                tokens.append(own[start])
+                tokens.append(ids[start])
             else:
-                tokens += own[start:end]
+                tokens += ids[start:end]
             if chunk.proposed:
                 tokens += chunk.proposed
                 num += len(chunk.proposed)
                 sampled_rows += range(len(tokens) - 1 - len(chunk.proposed), len(tokens))
                 sampled += chunk.samplers()
-            elif end == len(own):
+            elif end == len(ids):
                 sampled_rows.append(len(tokens) - 1)
                 sampled.append(sequence)
             counts.append(num)
@@ -147,10 +147,12 @@ class Packer:
         come from. Such a token is the last one of its sequence, so one is sampled behind it."""
         if not before or PENDING not in tokens:
             return _NONE, _NONE
-        found = [(row, s) for row, s in zip(sampled_rows, sampled, strict=True) if tokens[row] < 0]
-        rows = np.array([row for row, _ in found], np.int64)
+        unknown = [
+            (row, s) for row, s in zip(sampled_rows, sampled, strict=True) if tokens[row] < 0
+        ]
+        rows = np.array([row for row, _ in unknown], np.int64)
         numbers[rows] = 0
-        return rows, np.array([before[id(sequence)] for _, sequence in found], np.int64)
+        return rows, np.array([before[id(sequence)] for _, sequence in unknown], np.int64)
 
     def _page_tables(self, tables: list[PageTable]) -> Tensor:
         height, width = len(tables), max(len(table.pages) for table in tables)

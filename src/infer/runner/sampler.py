@@ -182,8 +182,10 @@ def _logprobs(
     def logprobs_of(tokens: list[int]) -> list[TokenLogprobs | None]:
         sampled = rows[members, _tensor(tokens, rows, torch.int64)[members]] - total[:, 0]
         result: list[TokenLogprobs | None] = [None] * len(tokens)
-        for (row, num), own, top in zip(counts.items(), sampled.tolist(), best, strict=True):
-            result[row] = TokenLogprobs(own, tuple(zip(*top, strict=True))[:num])
+        for (row, num), sampled_entry, top in zip(
+            counts.items(), sampled.tolist(), best, strict=True
+        ):
+            result[row] = TokenLogprobs(sampled_entry, tuple(zip(*top, strict=True))[:num])
         return result
 
     return logprobs_of
@@ -214,10 +216,10 @@ def score(logits: Tensor, tokens: Seq[int], count: int) -> list[TokenLogprobs]:
     members = torch.arange(len(tokens), device=rows.device)
     count = min(count, logits.shape[1])
     total, best = _most_probable(rows, vocab_blocks.maxima(rows), members, max(1, count))
-    own = (rows[members, _tensor(tokens, rows, torch.int64)] - total[:, 0]).tolist()
+    logprobs = (rows[members, _tensor(tokens, rows, torch.int64)] - total[:, 0]).tolist()
     return [
         TokenLogprobs(logprob, tuple(zip(*top, strict=True))[:count])
-        for logprob, top in zip(own, best, strict=True)
+        for logprob, top in zip(logprobs, best, strict=True)
     ]
 
 
@@ -346,12 +348,12 @@ def _draw(
         chosen = [sequences[row] for row in group]
         if k:
             values, ids = vocab_blocks.largest(rows, tops, members, k)
-            found = _draw_from_candidates(values, ids, chosen)
+            drawn_tokens = _draw_from_candidates(values, ids, chosen)
         elif rows.device.type == "cpu" and not isinstance(loader.library(), str):
-            found = _draw_natively(rows, tops, group, chosen)
+            drawn_tokens = _draw_natively(rows, tops, group, chosen)
         else:
-            found = _draw_from_all(_rows_of(rows, members), tops[members], chosen)
-        tokens.update(zip(group, found, strict=True))
+            drawn_tokens = _draw_from_all(_rows_of(rows, members), tops[members], chosen)
+        tokens.update(zip(group, drawn_tokens, strict=True))
     return tokens
 
 

@@ -63,8 +63,8 @@ class HostFlight:
             assert compute is not None, "a step is computed once"
             if before is not None and before._error is not None:
                 raise RuntimeError("the step before has failed")
-            found = None if before is None else before._computed
-            self._computed = compute(self, _NO_TOKENS if found is None else found.tokens)
+            earlier = None if before is None else before._computed
+            self._computed = compute(self, _NO_TOKENS if earlier is None else earlier.tokens)
         except BaseException as error:
             self._error = error
         self._took_ms = 1000 * (time.perf_counter() - began_s)

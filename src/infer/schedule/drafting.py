@@ -120,7 +120,7 @@ class Drafter:
         model is logged, and proposes nothing.
         """
         try:
-            found = self._propose(wanted, record)
+            proposals = self._propose(wanted, record)
         except DeviceLostError:
             raise
         except Exception:
@@ -131,7 +131,7 @@ class Drafter:
                 self.release(request_id)
             return [()] * len(wanted)
         self._num_failures = 0
-        return found
+        return proposals
 
     def _propose(
         self, wanted: Seq[tuple[Sequence, int]], record: PassRecorder
@@ -154,23 +154,23 @@ class Drafter:
                 plan.append(Chunk(sequence, sequence.num_computed, num_tokens))
                 if num_tokens == sequence.num_remaining:
                     active.append(i)
-        found: list[list[int]] = [[] for _ in wanted]
+        proposals: list[list[int]] = [[] for _ in wanted]
         while plan:
             results = iter(self._compute(plan, record))
             plan = []
             for i in active:
                 draft, result = drafts[i], next(results)
                 assert draft is not None
-                sequence, own = draft.sequence, found[i]
+                sequence, proposal = draft.sequence, proposals[i]
                 if result.error or result.token_id >= self._vocab_size:
                     continue
-                own.append(result.token_id)
+                proposal.append(result.token_id)
                 sequence.tokens.append(result.token_id)
-                if len(own) < wanted[i][1] and not _ends(sequence):
+                if len(proposal) < wanted[i][1] and not _ends(sequence):
                     plan.append(Chunk(sequence, sequence.num_computed, 1))
             going_on = {id(chunk.sequence) for chunk in plan}
             active = [i for i in active if _is_in(drafts[i], going_on)]
-        return [tuple(own) for own in found]
+        return [tuple(proposal) for proposal in proposals]
 
     def _compute(self, plan: list[Chunk], record: PassRecorder) -> Seq[Sampled]:
         started_s = self._clock()
@@ -225,13 +225,13 @@ class Drafter:
         """Draft two tokens of a trial sequence; returns why that failed, or ""."""
         request = Request("trial", (0,), SamplingParams(temperature=0.0, max_tokens=4), 1, 4)
         try:
-            found = self._propose([(Sequence.from_request(request, 0), 2)], lambda *_: None)
+            proposals = self._propose([(Sequence.from_request(request, 0), 2)], lambda *_: None)
         except Exception as error:
             log.exception("a trial of the draft model fails")
             return f"{type(error).__name__}: {error}"
         finally:
             self.release("trial")
-        return "" if found[0] else "it samples no token"
+        return "" if proposals[0] else "it samples no token"
 
     def check(self) -> None:
         """Assert the invariants between sequences and pages. For tests."""

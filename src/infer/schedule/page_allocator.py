@@ -304,15 +304,15 @@ class PageAllocator:
         """Put an indexed page at the table's first position that is not indexed; the page that was
         there is given back."""
         i, pages = table.num_indexed, table.pages
-        own = pages[i] if i < len(pages) else 0
-        if page != own:
+        replaced = pages[i] if i < len(pages) else 0
+        if page != replaced:
             table.version += 1
             if self._refs[page] == 0:
                 del self._cached[page]
             self._refs[page] += 1
-            if own:
+            if replaced:
                 pages[i] = page
-                self._release_page(own)
+                self._release_page(replaced)
             else:
                 pages.append(page)
         table.num_indexed = i + 1

@@ -119,23 +119,23 @@ class Speculator:
         else:
             self._knew_times = True
             wanted = self._draft_wishes(members, limits, cost, drafter)
-        found: dict[int, tuple[int, ...]] = {}
+        proposals: dict[int, tuple[int, ...]] = {}
         drafts: list[tuple[Sequence, int]] = []
         for sequence, count in wanted:
             guesses, count = self._guesses_of(sequence), min(count, budget)
             if count < 1:
                 continue
             if predicted := guesses.propose_predicted(sequence.tokens, sequence.num_output, count):
-                found[id(sequence)] = predicted
+                proposals[id(sequence)] = predicted
             else:
                 drafts.append((sequence, count))
             budget -= count
         if drafts:
             drafted = drafter.propose(drafts, self._costs.passes.record)
-            found |= {id(s): tokens for (s, _), tokens in zip(drafts, drafted, strict=True)}
+            proposals |= {id(s): tokens for (s, _), tokens in zip(drafts, drafted, strict=True)}
         extended = []
         for chunk in plan:
-            if proposed := found.get(id(chunk.sequence), ()):
+            if proposed := proposals.get(id(chunk.sequence), ()):
                 proposed = self._possible(chunk.sequence, proposed)
             extended.append(replace(chunk, proposed=proposed) if proposed else chunk)
         return extended
@@ -178,11 +178,11 @@ class Speculator:
             if behind <= WIDE_ROWS or behind_ms <= CATCH_UP_SHARE * usual_ms:
                 ready.append((sequence, limit))
         acceptance = [self._guesses_of(sequence).acceptance for sequence, _ in ready]
-        found = draft_counts(acceptance, [limit for _, limit in ready], cost, ratio)
+        counts = draft_counts(acceptance, [limit for _, limit in ready], cost, ratio)
         wanted = [
-            (sequence, count) for (sequence, _), count in zip(ready, found, strict=True) if count
+            (sequence, count) for (sequence, _), count in zip(ready, counts, strict=True) if count
         ]
-        for (sequence, _), count in zip(ready, found, strict=True):
+        for (sequence, _), count in zip(ready, counts, strict=True):
             if not count:
                 self._guesses_of(sequence).pause()
         return wanted + trials

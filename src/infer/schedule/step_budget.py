@@ -54,14 +54,16 @@ class StepBudget:
         num_tokens = sum(chunk.num_tokens for chunk in prompts)
         band = _band(max(chunk.start for chunk in prompts))
         limit, aim_ms = self._limit(band), AIM * self.max_step_ms
-        found = num_tokens * aim_ms / max(step_ms, 1e-3)
+        fitting = num_tokens * aim_ms / max(step_ms, 1e-3)
         if num_tokens < int(limit) and step_ms <= aim_ms:
-            found = max(found, limit)  # a small step within the bound says nothing of larger ones
-        found = min(max(found, limit / MAX_FACTOR, MIN_CHUNK), limit * MAX_FACTOR)
+            fitting = max(
+                fitting, limit
+            )  # a small step within the bound says nothing of larger ones
+        fitting = min(max(fitting, limit / MAX_FACTOR, MIN_CHUNK), limit * MAX_FACTOR)
         # More context never allows more.
         for other, value in self._limits.items():
-            self._limits[other] = min(value, found) if other > band else max(value, found)
-        self._limits[band] = found
+            self._limits[other] = min(value, fitting) if other > band else max(value, fitting)
+        self._limits[band] = fitting
 
 
 def _band(context: int) -> int:

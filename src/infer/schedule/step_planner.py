@@ -94,7 +94,7 @@ class StepPlanner:
         offered = share.ordered(self._policy(running)) if several else self._policy(running)
         first: TenantShare | None = None
         for sequence in offered:
-            own = 1 if owed and sequence in owed else 0
+            num_owed = 1 if owed and sequence in owed else 0
             room = budget
             if is_prompt := sequence.num_remaining > 1:
                 key = self._allocator.adopt(sequence.table, sequence.tokens)
@@ -107,7 +107,7 @@ class StepPlanner:
                     room = max(0, min(room, prompt_limit - num_prompt))
                 if first not in (None, sequence.tenant_share):
                     room = 0  # this chunk would delay another tenant's first token
-            num_tokens = own + min(sequence.num_remaining - own, room)
+            num_tokens = num_owed + min(sequence.num_remaining - num_owed, room)
             if not num_tokens:
                 continue
             if is_prompt:
@@ -116,7 +116,7 @@ class StepPlanner:
                 num_prompt += num_tokens
                 if key is not None:
                     computing[key] = sequence
-            budget -= num_tokens - own
+            budget -= num_tokens - num_owed
             sequence.last_turn = turn
             chunks.append(Chunk(sequence, sequence.num_computed, num_tokens))
         return tuple(chunks)

@@ -46,8 +46,8 @@ class WaitingQueue:
         num_prompt = len(request.prompt_token_ids)
         total = num_prompt + request.max_tokens
         if total > max_seq_len:
-            found = f"prompt ({num_prompt}) + max_tokens ({request.max_tokens}) is {total}"
-            raise too_long(max_seq_len, found, param="max_tokens")
+            excess = f"prompt ({num_prompt}) + max_tokens ({request.max_tokens}) is {total}"
+            raise too_long(max_seq_len, excess, param="max_tokens")
         # The last token is sampled but never computed, so it takes no place in the cache.
         pages, usable = allocator.pages_for(total - 1), allocator.num_usable
         if pages > usable:

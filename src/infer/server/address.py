@@ -93,8 +93,8 @@ def join(
     try:
         _set_options(further, write_stall_s, limits)
         # Not before `bind`: so a port that another server has is refused to this one.
-        for each in (sock, further):
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        for member in (sock, further):
+            member.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         further.bind(sock.getsockname())
     except OSError as error:
         further.close()

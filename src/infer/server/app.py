@@ -56,7 +56,7 @@ def layers(
 ) -> list[Middleware]:
     """What is around an app, from the outside in. `model`: name of the only one, if it is; `page`:
     for browsers, None = there is none. `fronts`: see `create_app`."""
-    found = [
+    middleware = [
         Middleware(
             RequestBoundary,
             write_stall_s=settings.write_stall_s,
@@ -66,7 +66,7 @@ def layers(
             ignores_unknown=settings.unknown_params == "ignore",
         )
     ]
-    found.append(
+    middleware.append(
         Middleware(
             HostGuard,
             has_keys=settings.api_keys is not None,
@@ -75,12 +75,12 @@ def layers(
         )
     )
     if settings.origins:
-        found.append(Middleware(AllowedOrigins, origins=settings.origins))
+        middleware.append(Middleware(AllowedOrigins, origins=settings.origins))
     if page is not None:
-        found.append(Middleware(PageLayer, page=page))
+        middleware.append(Middleware(PageLayer, page=page))
     keys = Keys(Path(settings.api_keys)) if settings.api_keys else None
     limits = fronts.limits if fronts else None
-    return [*found, Middleware(AuthMiddleware, keys=keys, limits=limits)]
+    return [*middleware, Middleware(AuthMiddleware, keys=keys, limits=limits)]
 
 
 def create_app(

@@ -91,13 +91,13 @@ class Certificate:
 
 def valid_until(pem: str) -> datetime | None:
     """When the first certificate of a text ends; None where that cannot be read."""
-    found = _PEM.search(pem)
-    if found is None:
+    match = _PEM.search(pem)
+    if match is None:
         return None
     with contextlib.suppress(ValueError, IndexError, StopIteration):
         # A certificate is a sequence; the first of it is a sequence with, among others, three
         # sequences before all others: algorithm, issuer, validity.
-        _, whole = next(_items(ssl.PEM_cert_to_DER_cert(found[0])))
+        _, whole = next(_items(ssl.PEM_cert_to_DER_cert(match[0])))
         _, signed = next(_items(whole))
         sequences = [content for tag, content in _items(signed) if tag == _SEQUENCE]
         tag, text = list(_items(sequences[2]))[1]

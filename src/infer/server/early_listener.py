@@ -361,7 +361,7 @@ class EarlyListener:
         now_s = time.monotonic()
         if now_s >= self._looks_s:
             self._looks_s = now_s + TICK_S
-            for connection in [each for each in self._connections if each.ends_s <= now_s]:
+            for connection in [held for held in self._connections if held.ends_s <= now_s]:
                 self._go_on(connection, connection.expire())
         if self._is_handing and not self._is_handed:
             self._hand()
@@ -412,7 +412,7 @@ class EarlyListener:
         if not self._accepts_from_s:
             self._selector.unregister(self.sock)
         self._accepts_from_s = 0.0
-        for connection in [each for each in self._connections if each.is_silent]:
+        for connection in [held for held in self._connections if held.is_silent]:
             self._forget(connection)
             self._places.remove(connection)
             self._silent.append(connection.sock)

@@ -163,7 +163,7 @@ class FrontKeeper:
                         group.create_task(self._keep(place))
         # Not `except*`: what that raises is in a group again in Python 3.11.2, which Debian 12 has.
         except BaseExceptionGroup as errors:
-            if all(isinstance(each, InferError) for each in errors.exceptions):
+            if all(isinstance(error, InferError) for error in errors.exceptions):
                 raise errors.exceptions[0] from None
             raise
         finally:
@@ -271,19 +271,19 @@ class FrontKeeper:
             front.send(FrontMayListen())
             return
         fronts = [place.front for place in self._places]
-        if all(each is not None and each.is_prepared for each in fronts):
+        if all(process is not None and process.is_prepared for process in fronts):
             await asyncio.to_thread(self._take_over)
             self._has_handed = True
-            for each in fronts:
-                if each is not None:
-                    each.send(FrontMayListen())
+            for process in fronts:
+                if process is not None:
+                    process.send(FrontMayListen())
 
     def _take_over(self) -> None:
         """Have the early listener answer no more. Blocks."""
         early = self._listener
-        self._silent += [(TO_SERVER, each) for each in early.hand_over()]
+        self._silent += [(TO_SERVER, sock) for sock in early.hand_over()]
         if early.metrics is not None:
-            self._silent += [(TO_PROBES, each) for each in early.metrics.hand_over()]
+            self._silent += [(TO_PROBES, sock) for sock in early.metrics.hand_over()]
 
     def _say_where(self) -> None:
         """Say that the server serves, once all fronts do."""
@@ -355,7 +355,7 @@ class FrontKeeper:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        numbers = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+        numbers = [ending for ending in ENDING if signal.getsignal(ending) is not signal.SIG_IGN]
         for number in numbers:
             loop.add_signal_handler(number, self._obey, number)
         before = signal.getsignal(signal.SIGUSR1)
@@ -366,10 +366,10 @@ class FrontKeeper:
             for number in (*numbers, signal.SIGUSR1):
                 loop.remove_signal_handler(number)
 
-    def _write_stacks(self, own: Any) -> None:
+    def _write_stacks(self, handler: Any) -> None:
         """Have all processes that answer write their stacks."""
-        if callable(own):
-            own(signal.SIGUSR1, None)
+        if callable(handler):
+            handler(signal.SIGUSR1, None)
         for front in self._fronts():
             front.popen.send_signal(signal.SIGUSR1)
 
@@ -411,8 +411,8 @@ class FrontKeeper:
         others: list[str] = []
         if self._read_again is not None:
             try:
-                found = await asyncio.to_thread(self._read_again, self._settings)
-                self._settings, others = found
+                settings_and_others = await asyncio.to_thread(self._read_again, self._settings)
+                self._settings, others = settings_and_others
                 set_log_level(self._settings.log_level)
             except InferError as error:
                 log.error("the settings stay as they were: %s", error)

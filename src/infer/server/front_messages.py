@@ -113,7 +113,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 def settings_text(settings: ServerSettings) -> str:
     """Settings as JSON, which also has paths that are no valid Unicode."""
-    names = [each.name for each in settings_of(ServerSettings)]
+    names = [setting.name for setting in settings_of(ServerSettings)]
     return json.dumps({name: getattr(settings, name) for name in names})
 
 

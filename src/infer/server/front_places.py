@@ -44,15 +44,15 @@ class FrontProcess:
         (self._control, self._handing, *links), theirs = zip(*pairs, strict=True)
         self.links: list[socket.socket] = links
         """For each engine."""
-        control, handed, *numbers = [each.fileno() for each in theirs]
+        control, handed, *numbers = [their_sock.fileno() for their_sock in theirs]
         probing = -1 if probes is None else probes.fileno()
         numbers = [os.getpid(), control, handed, sock.fileno(), probing, *numbers]
         passed = [number for number in numbers[1:] if number >= 0]
         self.popen = start_module(module, *map(str, numbers), pass_fds=passed)
-        for each in theirs:
-            each.close()
-        for each in (self._control, self._handing, *links):
-            each.setblocking(False)
+        for their_sock in theirs:
+            their_sock.close()
+        for their_sock in (self._control, self._handing, *links):
+            their_sock.setblocking(False)
         self._stream: FrontStream[FromFront] | None = None
         self._told = ""
         self._heard_s = self._served_from_s = 0.0
@@ -129,8 +129,8 @@ class FrontProcess:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        for each in (self._control, self._handing, *self.links):
-            each.close()
+        for sock in (self._control, self._handing, *self.links):
+            sock.close()
 
 
 @dataclass(eq=False)
@@ -159,7 +159,7 @@ class FrontPlace:
     @property
     def socks(self) -> set[socket.socket]:
         """All that it listens at."""
-        return {each for each in (self.sock, self.probes) if each is not None}
+        return {sock for sock in (self.sock, self.probes) if sock is not None}
 
     @property
     def serving(self) -> FrontProcess | None:
@@ -183,8 +183,8 @@ def front_places(
             sock = held.enter_context(further(listener.sock))
             probing = held.enter_context(further(probes)) if probes else None
             place = FrontPlace(sock, probing, settings.replicas, module)
-            for each in place.socks:
-                each.setblocking(False)
+            for listening in place.socks:
+                listening.setblocking(False)
             places.append(place)
         try:
             for place in places:

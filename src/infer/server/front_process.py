@@ -124,16 +124,16 @@ class FrontParent:
     async def next_question(self, front: str) -> tuple[int, bytes] | None:
         """See `Relay`, as the two below. It knows which front asks."""
         kind = tuple[int, bytes] | None
-        found: tuple[int, bytes] | None = await self._relayed("next_question", kind)
-        return found
+        question: tuple[int, bytes] | None = await self._relayed("next_question", kind)
+        return question
 
     async def answer(self, front: str, number: int, data: bytes) -> None:
         await self._relayed("answer", None, number, data)
 
     async def ask(self, front: str, question: bytes, timeout_s: float) -> dict[str, bytes | None]:
         kind = dict[str, bytes | None]
-        found: dict[str, bytes | None] = await self._relayed("ask", kind, question, timeout_s)
-        return found
+        answers: dict[str, bytes | None] = await self._relayed("ask", kind, question, timeout_s)
+        return answers
 
     async def _relayed(self, method: str, kind: Any, *arguments: Any) -> Any:
         reply = await self._call(method, *arguments)
@@ -219,7 +219,7 @@ class FrontServer(Server):
                 kind, descriptors, _, _ = socket.recv_fds(self._handed, 1, 1)
                 for number in descriptors:
                     taking = asyncio.create_task(self._take_one(kind, socket.socket(fileno=number)))
-                    self._running = [each for each in self._running if not each.done()] + [taking]
+                    self._running = [task for task in self._running if not task.done()] + [taking]
                 if not kind:
                     asyncio.get_running_loop().remove_reader(self._handed)
                     return
@@ -251,12 +251,14 @@ def _engine(begin: FrontBegin, settings: ServerSettings, links: list[socket.sock
     """The fleet of the engines at the other ends of the links."""
     text = decode_outward(begin.text)
     assert isinstance(text, Text)
-    found = [decode_description(each) for each in begin.engines]
+    descriptions = [decode_description(description) for description in begin.engines]
     replicas = [
-        Replica(each.name, each.limits, LinkTransport(SocketLink(link), each.name))
-        for each, link in zip(found, links, strict=True)
+        Replica(
+            description.name, description.limits, LinkTransport(SocketLink(link), description.name)
+        )
+        for description, link in zip(descriptions, links, strict=True)
     ]
-    limits = fleet_limits([each.limits for each in found])
+    limits = fleet_limits([description.limits for description in descriptions])
     seed = seed_of_front(begin.seed, begin.name)
     input_processor = InputProcessor(Tokenizer(text.files), limits, seed, text.files.sampling)
     fleet = fleet_settings(settings).fleet(replicas)

@@ -140,9 +140,9 @@ class RelayedPeers:
         while True:
             try:
                 async with asyncio.timeout(2 * POLL_S):
-                    found = await self._relay.next_question(self._front)
-                if found is not None:
-                    number, question = found
+                    numbered = await self._relay.next_question(self._front)
+                if numbered is not None:
+                    number, question = numbered
                     await self._relay.answer(self._front, number, answer(question))
             except (RelayError, TimeoutError):
                 await asyncio.sleep(RETRY_S)

@@ -138,12 +138,12 @@ class FrontEndpoints:
         if asked.kind == "requests":
             traces = islice(self._traces.all(asked.visible_to), MAX_LISTED_OF_FRONT)
             return FrontAnswer(True, list(map(summary, traces)))
-        found = self._traces.named(asked.name, asked.visible_to)
+        named = self._traces.named(asked.name, asked.visible_to)
         if asked.kind == "named":
-            return FrontAnswer(True, [summary(trace) for trace in found[:MAX_LISTED_OF_FRONT]])
-        if not found or asked.name not in (found[0].id, found[0].context.id):
+            return FrontAnswer(True, [summary(trace) for trace in named[:MAX_LISTED_OF_FRONT]])
+        if not named or asked.name not in (named[0].id, named[0].context.id):
             return FrontAnswer()
-        (trace,) = found
+        (trace,) = named
         if asked.kind == "events":
             return FrontAnswer(
                 True, told(self._kept, trace.context.id, asked.after, asked.num_passed)
@@ -184,11 +184,13 @@ class FrontQueries(OneServer):
 
     async def _ask_in_turn(self, asked: FrontQuestion) -> Mapping[str, bytes | None]:
         is_only_one = asked.visible_to not in self._places_of
-        own = self._places_of.setdefault(asked.visible_to, asyncio.Semaphore(MAX_QUESTIONS_OF_KEY))
+        place = self._places_of.setdefault(
+            asked.visible_to, asyncio.Semaphore(MAX_QUESTIONS_OF_KEY)
+        )
         async with AsyncExitStack() as held:
             try:
                 async with asyncio.timeout(WAIT_S):
-                    await held.enter_async_context(own)
+                    await held.enter_async_context(place)
                     if not is_only_one:
                         await held.enter_async_context(self._places)
             except TimeoutError:
@@ -205,7 +207,7 @@ class FrontQueries(OneServer):
     async def requests(self, http: HttpRequest) -> dict[str, Any]:
         asked = FrontQuestion("requests", visible_to=visible_to(http))
         answers, missing = await self._ask_all(asked)
-        data = [each for answer in answers.values() for each in answer.fields]
+        data = [request for answer in answers.values() for request in answer.fields]
         data.sort(key=_newest_first)
         return {"object": "list", "data": data, "missing_fronts": missing}
 
@@ -242,13 +244,13 @@ class FrontQueries(OneServer):
         """The id of the request that a client's name means; see `the_one`."""
         asked = FrontQuestion("named", name=name, visible_to=seen)
         answers, missing = await self._ask_all(asked)
-        found = [each for answer in answers.values() for each in answer.fields or ()]
-        found.sort(key=_newest_first)
-        running = [each["id"] for each in found if each["total_ms"] is None]
+        requests = [request for answer in answers.values() for request in answer.fields or ()]
+        requests.sort(key=_newest_first)
+        running = [request["id"] for request in requests if request["total_ms"] is None]
         if len(running) > 1:
             raise several_run(running)
-        if found:
-            return str(found[0]["id"])
+        if requests:
+            return str(requests[0]["id"])
         if missing:
             raise _silent(f"{missing[0]}, which may have this request,")
         raise RequestNotFoundError
@@ -262,8 +264,8 @@ class FrontQueries(OneServer):
         for front in missing:
             if tag_of(front) == tag:
                 raise _silent(f"{front}, where this request was made,")
-        own = (answer for front, answer in answers.items() if tag_of(front) == tag)
-        return _found(next(own, FrontAnswer()))
+        answers_of_front = (answer for front, answer in answers.items() if tag_of(front) == tag)
+        return _found(next(answers_of_front, FrontAnswer()))
 
     async def stats(self, http: HttpRequest) -> dict[str, Any]:
         """The statistics of this front, and those of each in `fronts`."""
@@ -274,14 +276,14 @@ class FrontQueries(OneServer):
     async def metrics(self, http: HttpRequest) -> Response:
         """The metrics of all fronts: each sample has the label `front`."""
         render = snapshot_of([self._own.metrics], connections_of(http.scope))
-        own = await asyncio.to_thread(render)
+        text = await asyncio.to_thread(render)
         answers, missing = await self._ask(FrontQuestion("metrics"))
         texts = {name: answer.text for name, answer in answers.items()}
-        texts[self._fronts.name] = own.decode()
+        texts[self._fronts.name] = text.decode()
         name = f"{self._own.metrics.prefix}:front_up"
         up = [f"# HELP {name} whether a front answers", f"# TYPE {name} gauge"]
-        up += [f'{name}{{front="{each}"}} 1.0' for each in sorted(texts)]
-        up += [f'{name}{{front="{each}"}} 0.0' for each in missing]
+        up += [f'{name}{{front="{front}"}} 1.0' for front in sorted(texts)]
+        up += [f'{name}{{front="{front}"}} 0.0' for front in missing]
         lines = await asyncio.to_thread(lambda: [*_labelled(texts), *up])
         return metrics_response(("\n".join(lines) + "\n").encode())
 
@@ -314,7 +316,7 @@ def _labelled(texts: Mapping[str, str]) -> Iterable[str]:
                 _, kind, name, _ = line.split(" ", 3)
                 if kind == "HELP":
                     lines = families.setdefault(name, [])
-                if sum(each.startswith("# ") for each in lines[:2]) < 2:
+                if sum(comment.startswith("# ") for comment in lines[:2]) < 2:
                     lines.append(line)
                 continue
             name, brace, rest = line.partition("{")

@@ -136,18 +136,18 @@ class KeptAnswer:
         start = after + 1 - self._first
         if start < 0 or not self._is_kept:
             return KeptPiece(GONE, after, is_end=True)
-        found, num_bytes = list[bytes](), 0
+        events, num_bytes = list[bytes](), 0
         for number in range(start, len(self._events)):
             event = self._events[number]
             num_bytes += len(event)
-            if found and num_bytes > MAX_TAKEN_BYTES:
+            if events and num_bytes > MAX_TAKEN_BYTES:
                 break
-            found.append(b"id: %d\n%b" % (number + self._first, event))
-        last = after + len(found)
+            events.append(b"id: %d\n%b" % (number + self._first, event))
+        last = after + len(events)
         is_end = self.has_ended and last == self.last
-        if not found and num_passed < self._num_passed:
+        if not events and num_passed < self._num_passed:
             return KeptPiece(self._passing, last, is_end, self._num_passed)
-        return KeptPiece(b"".join(found), last, is_end, self._num_passed if found else num_passed)
+        return KeptPiece(b"".join(events), last, is_end, self._num_passed if events else num_passed)
 
     def drop_beginning(self) -> int:
         """Forget the older half of its events; returns the bytes that are free now."""
@@ -278,8 +278,8 @@ class KeptAnswers:
 
         ended, read_all = partial(self._end, answer_id), partial(self._forget, answer_id)
         answer = KeptAnswer(owner, grown, ended, read_all)
-        own = self._owned.setdefault(owner, _Owned())
-        own.running[answer_id] = self._answers[answer_id] = answer
+        owned = self._owned.setdefault(owner, _Owned())
+        owned.running[answer_id] = self._answers[answer_id] = answer
         grown(ANSWER_COST)
         return answer
 
@@ -300,8 +300,8 @@ class KeptAnswers:
         return self.get(answer_id).read(after)
 
     def _end(self, answer_id: str) -> None:
-        own = self._owned[self._answers[answer_id].owner]
-        own.ended[answer_id] = own.running.pop(answer_id)
+        owned = self._owned[self._answers[answer_id].owner]
+        owned.ended[answer_id] = owned.running.pop(answer_id)
         loop = asyncio.get_running_loop()
         self._timers[answer_id] = loop.call_later(self._keep_s, self._forget, answer_id)
 
@@ -311,10 +311,10 @@ class KeptAnswers:
         if answer is None:
             return
         self._timers.pop(answer_id).cancel()
-        own = self._owned[answer.owner]
-        del own.ended[answer_id]
+        owned = self._owned[answer.owner]
+        del owned.ended[answer_id]
         self._count(answer.owner, -answer.num_bytes)
-        if not own.ended and not own.running:
+        if not owned.ended and not owned.running:
             del self._owned[answer.owner]
         answer.drop()
 
@@ -323,20 +323,20 @@ class KeptAnswers:
         self._owned[owner].num_bytes += num_bytes
 
     def _make_room(self, owner: str) -> None:
-        own = self._owned[owner]
-        while owner and own.num_bytes > self._max_of_key and self._drop_of(owner):
+        owned = self._owned[owner]
+        while owner and owned.num_bytes > self._max_of_key and self._drop_of(owner):
             pass
         while self.num_bytes > self._max_bytes:
-            if not self._drop_of(max(self._owned, key=lambda each: self._owned[each].num_bytes)):
+            if not self._drop_of(max(self._owned, key=lambda key: self._owned[key].num_bytes)):
                 return
 
     def _drop_of(self, owner: str) -> bool:
         """Free some bytes of an owner; whether there were any."""
-        own = self._owned[owner]
-        if own.ended:
-            self._forget(next(iter(own.ended)))
+        owned = self._owned[owner]
+        if owned.ended:
+            self._forget(next(iter(owned.ended)))
             return True
-        longest = max(own.running.values(), key=lambda answer: answer.num_bytes)
+        longest = max(owned.running.values(), key=lambda answer: answer.num_bytes)
         free = longest.drop_beginning()
         self._count(owner, -free)
         return free > 0
@@ -357,7 +357,7 @@ def not_kept() -> HttpError:
 def number_of(given: Sequence[str | None]) -> int:
     """The number of the last event that a client has read: the first of the given texts that there
     is; 0 without one. Raises `RequestError`."""
-    text = next((each for each in given if each is not None), "0")
+    text = next((value for value in given if value is not None), "0")
     if not (text.isascii() and text.isdigit() and len(text) <= MAX_NUMBER_CHARS):
         message = "after must be the number of an event: an integer, 0 or more"
         raise RequestError(message, param="after", code="invalid_value")

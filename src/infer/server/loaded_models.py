@@ -194,15 +194,15 @@ class LoadedModels:
     async def _find_new(self, find: Find) -> None:
         try:
             await asyncio.sleep(self._refreshed_s + REFRESH_S - time.monotonic())
-            found = await asyncio.to_thread(find)
+            launches = await asyncio.to_thread(find)
         finally:
             self._refreshing, self._refreshed_s = None, time.monotonic()
-        for name, launch in found.items():
+        for name, launch in launches.items():
             if name not in self._models:
                 self._models[name] = HeldModel(name, launch, is_found=True)
         for model in self.all():
             is_held = model.engine is not None or model.changing.locked() or model.num_using
-            if model.is_found and model.name not in found and not is_held:
+            if model.is_found and model.name not in launches and not is_held:
                 del self._models[model.name]
 
     def engines(self) -> list[AsyncLLM]:
@@ -313,17 +313,17 @@ class LoadedModels:
         """Unload what was used least recently until a model fits. Raises `OverloadedError` where
         all others are in use."""
         while self._fits is not None and not self.is_draining:
-            held = [each for each in self.all() if each.engine is not None]
-            names = [each.name for each in held]
+            held = [other for other in self.all() if other.engine is not None]
+            names = [other.name for other in held]
             if not held or await asyncio.to_thread(self._fits, model.name, names):
                 return
-            idle = [each for each in held if not (each.num_open or each.changing.locked())]
+            idle = [other for other in held if not (other.num_open or other.changing.locked())]
             if not idle:
                 raise OverloadedError(
                     f"the model {model.name!r} does not fit into memory beside those that are in"
                     " use now"
                 )
-            await self._unload(min(idle, key=lambda each: each.used_s))
+            await self._unload(min(idle, key=lambda other: other.used_s))
 
     async def _load_now(self, model: HeldModel) -> None:
         if self.is_draining:

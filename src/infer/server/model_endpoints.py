@@ -175,8 +175,8 @@ class ModelEndpoints:
         wire = await self._bodies.validate(http, ComparisonBody, body)
         owner = tenant_of(http.scope).key.id
         if not wire.stream:
-            found = await unless_gone(http.receive, self._comparisons.run(wire, owner))
-            return Response(found, media_type=JSON)
+            recording = await unless_gone(http.receive, self._comparisons.run(wire, owner))
+            return Response(recording, media_type=JSON)
         pieces = self._comparisons.pieces(wire, owner)
         try:
             first = await unless_gone(http.receive, anext(pieces))
@@ -188,10 +188,10 @@ class ModelEndpoints:
     @takes(answers=("text/plain", "text/html"))
     async def index(self, http: HttpRequest) -> Response:
         """This page; for browsers a page to chat with the model."""
-        found = [
+        addresses = [
             f"{how:6} {route.path_format:28} {text}" for how, route, text in each(http.app.routes)
         ]
-        lines = [f"infer serves {self._engine.model_name}.", "", *found, ""]
+        lines = [f"infer serves {self._engine.model_name}.", "", *addresses, ""]
         return PlainTextResponse("\n".join(lines))
 
     async def openapi(self, http: HttpRequest) -> Response:

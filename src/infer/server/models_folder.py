@@ -58,7 +58,7 @@ class ModelsFolder:
         names = [name for name in names[: self._max_entries] if not name.startswith(".")]
         wanted = [(name, name) for name in names if not name.lower().endswith(".gguf")]
         wanted += [(name, parts[0]) for name, parts in gguf_models(names).items()]
-        found: dict[str, Path] = {}
+        models: dict[str, Path] = {}
         for name, entry in wanted:
             path = home / entry
             if not _is_checkpoint(path):
@@ -70,12 +70,12 @@ class ModelsFolder:
                 )
             elif not _is_inside(path, home):
                 problems.append(f"{entry!r} is not served: it is a link out of the folder")
-            elif name in found:
+            elif name in models:
                 problems.append(f"{entry!r} is not served: a folder has the same name")
             else:
-                found[name] = path
+                models[name] = path
         self._log_problems(problems)
-        return dict(sorted(found.items()))
+        return dict(sorted(models.items()))
 
     def path_of(self, name: str) -> Path:
         """Where a model is now. Raises `LoadError` where it is there no longer."""
@@ -115,6 +115,6 @@ def _is_inside(path: Path, home: Path) -> bool:
     """Whether a checkpoint is in the folder, and so is each file of it."""
     try:
         inside = [path, *islice(path.iterdir(), MAX_ENTRIES)] if path.is_dir() else [path]
-        return all(each.resolve().is_relative_to(home) for each in inside)
+        return all(file.resolve().is_relative_to(home) for file in inside)
     except (OSError, RuntimeError):  # it has just gone, or its links go round
         return False

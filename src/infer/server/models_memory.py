@@ -57,10 +57,10 @@ def weight_bytes(path: Path) -> int:
     """The bytes of the files of weights of a checkpoint; 0 where there are none. Raises
     `OSError`."""
     if path.is_dir():
-        files = [each for each in path.iterdir() if each.suffix.lower() in _WEIGHTS]
+        files = [file for file in path.iterdir() if file.suffix.lower() in _WEIGHTS]
     elif split := SPLIT_NAME.fullmatch(path.name):
-        siblings = ((each, SPLIT_NAME.fullmatch(each.name)) for each in path.parent.iterdir())
-        files = [each for each, parts in siblings if parts and parts[1] == split[1]]
+        siblings = ((file, SPLIT_NAME.fullmatch(file.name)) for file in path.parent.iterdir())
+        files = [file for file, parts in siblings if parts and parts[1] == split[1]]
     else:
         files = [path]
-    return sum(each.stat().st_size for each in files if each.is_file())
+    return sum(file.stat().st_size for file in files if file.is_file())

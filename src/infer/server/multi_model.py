@@ -84,7 +84,7 @@ class ModelRouter(RequestViews):
         models = self._models.all()
         failed = [f"{model.name} ({model.reason})" for model in models if model.reason]
         served = ", ".join(model.name for model in models if not model.reason)
-        return served or "no model yet", "".join(f"; not {each}" for each in failed)
+        return served or "no model yet", "".join(f"; not {failure}" for failure in failed)
 
     @property
     def num_open(self) -> int:
@@ -206,11 +206,11 @@ class ModelRouter(RequestViews):
         if not isinstance(name, str) and unknown_status != 404:
             message = "model must be a string"
             raise HttpError(400, message, param="model", code="invalid_type")
-        found = self._models.known(name) if isinstance(name, str) else None
-        if found is None:
+        model = self._models.known(name) if isinstance(name, str) else None
+        if model is None:
             message = f"there is no such model here; this server has {self._listed()}"
             raise HttpError(unknown_status, message, param="model", code="model_not_found")
-        return found
+        return model
 
     def _listed(self) -> str:
         names = [model.name for model in self._models.all()]
@@ -236,7 +236,7 @@ class ModelRouter(RequestViews):
 
     async def stats(self, http: Request) -> dict[str, Any]:
         """Of each model, or of the one that is named."""
-        stats = {name: each.metrics.stats() for name, each in self.served(http).items()}
+        stats = {name: served.metrics.stats() for name, served in self.served(http).items()}
         named = model_of(http)
         name = "" if named is None else self._find(named).name
         return stats.get(name, {"models": stats})

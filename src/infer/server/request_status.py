@@ -38,22 +38,26 @@ class RequestStatus(NamedTuple):
 
 def status_of(trace: RequestTrace, engine: AsyncLLM) -> RequestStatus | None:
     """The status of the choice that is furthest; None where all have ended."""
-    open_choices = [each for each in trace.choices.values() if each.state.status != "finished"]
+    open_choices = [
+        open_choice
+        for open_choice in trace.choices.values()
+        if open_choice.state.status != "finished"
+    ]
     if not open_choices or trace.ended_s is not None:
         return None
-    choice = min(open_choices, key=lambda each: _RANKS.index(each.state.status))
-    found, total = choice.state, choice.state.num_tokens
-    done = min(found.num_computed, total)
+    choice = min(open_choices, key=lambda open_choice: _RANKS.index(open_choice.state.status))
+    state, total = choice.state, choice.state.num_tokens
+    done = min(state.num_computed, total)
     if _has_lost_its_engine(choice, engine):
         words = "another engine is starting, this answer goes on"
         return RequestStatus("restarting", words, 0, 0, total)
-    if found.status == "waiting":
+    if state.status == "waiting":
         behind = _waiting_before(trace, choice, engine)
         if behind is None:
             return RequestStatus("queued", "queued", 0, 0, total)
         words = f"queued behind {behind}" if behind else "next in the queue"
         return RequestStatus("queued", words, behind, 0, total)
-    if found.status == "preempted":
+    if state.status == "preempted":
         words = "others have its memory, this answer goes on when there is room"
         return RequestStatus("preempted", words, 0, 0, total)
     if done < total:

@@ -118,8 +118,8 @@ class RequestViews(ABC):
     async def requests(self, http: HttpRequest) -> Fields:
         """The requests that run, and the latest that have ended."""
         served = self.served(http).values()
-        found = [trace for each in served for trace in each.traces.all(visible_to(http))]
-        return {"object": "list", "data": list(map(summary, sorted(found, key=_newest_first)))}
+        traces = [trace for server in served for trace in server.traces.all(visible_to(http))]
+        return {"object": "list", "data": list(map(summary, sorted(traces, key=_newest_first)))}
 
     @takes(refuses=(409,))
     async def request(self, http: HttpRequest) -> Fields:
@@ -185,8 +185,8 @@ class RequestViews(ABC):
     @takes(refuses=(404,), answers=("text/plain",))
     async def metrics(self, http: HttpRequest) -> Response:
         """For Prometheus."""
-        found = [each.metrics for each in self.served(http).values()]
-        render = snapshot_of(found, connections_of(http.scope))
+        metrics = [server.metrics for server in self.served(http).values()]
+        render = snapshot_of(metrics, connections_of(http.scope))
         return metrics_response(await asyncio.to_thread(render))
 
     @takes(refuses=(404,))
@@ -198,14 +198,16 @@ class RequestViews(ABC):
         """The trace that the path names. Raises `HttpError`: 404, or 409 if several run."""
         name, seen = http.path_params["id"], visible_to(http)
         all_served = self.served(http).values()
-        found = [(each, trace) for each in all_served for trace in each.traces.named(name, seen)]
-        meant = the_one([trace for _, trace in found], name)
-        return next(pair for pair in found if pair[1] is meant)
+        pairs = [
+            (server, trace) for server in all_served for trace in server.traces.named(name, seen)
+        ]
+        meant = the_one([trace for _, trace in pairs], name)
+        return next(pair for pair in pairs if pair[1] is meant)
 
 
 def _head_of_stream() -> Response:
     """The answer to HEAD where GET gets a stream."""
-    return Response(headers={name.decode(): it.decode() for name, it in STREAM_HEADERS})
+    return Response(headers={name.decode(): value.decode() for name, value in STREAM_HEADERS})
 
 
 def check_stays(http: HttpRequest) -> None:
@@ -254,8 +256,8 @@ def model_list(models: Sequence[Fields]) -> Fields:
 class OneServer(RequestViews):
     """Over the engine of this server."""
 
-    def __init__(self, own: ServedEngine) -> None:
-        self._own = own
+    def __init__(self, served: ServedEngine) -> None:
+        self._own = served
         self._created_at = int(time.time())
 
     def served(self, http: HttpRequest) -> Mapping[str, ServedEngine]:

@@ -115,15 +115,15 @@ def routes_of(
     views: RequestViews, offload: Offload, *endpoints: object, rows: Sequence[Row] = ROUTES
 ) -> list[Route]:
     """The rows that these objects answer; long answers are written by `offload`."""
-    found = []
+    routes = []
     for method, path, answer in rows:
         name = answer.__name__
         if getattr(RequestViews, name, None) is answer:
-            found.append(Route(path, _json(views, answer, offload), methods=[method]))
-        for each in endpoints:
-            if getattr(type(each), name, None) is answer:
-                found.append(Route(path, getattr(each, name), methods=[method]))
-    return found
+            routes.append(Route(path, _json(views, answer, offload), methods=[method]))
+        for holder in endpoints:
+            if getattr(type(holder), name, None) is answer:
+                routes.append(Route(path, getattr(holder, name), methods=[method]))
+    return routes
 
 
 def _json(views: RequestViews, answer: Callable[..., Any], offload: Offload) -> Endpoint:
@@ -132,7 +132,7 @@ def _json(views: RequestViews, answer: Callable[..., Any], offload: Offload) -> 
 
     @wraps(answer)
     async def endpoint(http: HttpRequest) -> Response:
-        wires = [await _read(http, each, offload) for each in bodies]
+        wires = [await _read(http, body, offload) for body in bodies]
         fields = await getattr(views, answer.__name__)(http, *wires)
         if isinstance(fields, Response):
             return fields

@@ -331,7 +331,7 @@ class Server(uvicorn.Server):
             yield
             return
         answer_users()
-        signals = [each for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN]
+        signals = [ending for ending in ENDING if signal.getsignal(ending) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self.handle_exit) for number in signals}
         try:
             yield
@@ -480,11 +480,15 @@ def _router(
     presets: Presets,
 ) -> ModelRouter:
     """Several models, which are loaded from now on or when they are used."""
-    launches = {name: functools.partial(launch, _with_seed(each)) for name, each in configs.items()}
+    launches = {
+        name: functools.partial(launch, _with_seed(config)) for name, config in configs.items()
+    }
     find = folder = None
     if settings.models_dir is not None:
         folder = ModelsFolder(Path(settings.models_dir))
-        find = functools.partial(launches_in, folder, lambda it: launch(_with_seed(it)), presets)
+        find = functools.partial(
+            launches_in, folder, lambda config_found: launch(_with_seed(config_found)), presets
+        )
 
     def path_of(name: str) -> Path:
         if name in configs or folder is None:

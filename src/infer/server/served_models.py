@@ -25,7 +25,7 @@ class Presets:
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Those of all."""
-    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    of_models: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What a model has instead, by its name."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Names of models by other names of theirs."""
@@ -33,21 +33,21 @@ class Presets:
     def config_of(self, name: str, model: str) -> EngineConfig:
         """The config of the model of a name, whose checkpoint `model` names. Raises
         `ConfigError`."""
-        settings = {**self.settings, **self.own.get(name, {})}
+        settings = {**self.settings, **self.of_models.get(name, {})}
         return EngineConfig.from_kwargs(**{**settings, "model": model, "served_model_name": name})
 
 
 def configs_of(
     models: Sequence[str],
     settings: Mapping[str, Any],
-    own: Mapping[str, Mapping[str, Any]] | None = None,
+    of_models: Mapping[str, Mapping[str, Any]] | None = None,
     *,
     has_folder: bool = False,
 ) -> EngineConfig | dict[str, EngineConfig]:
     """The config of the only `--model`, or one config for each of several `NAME=PATH-OR-HUB-ID`.
 
-    `own`: see `Presets`. `has_folder`: whether there are others in a folder, so that each needs a
-    name. Raises `ConfigError` for names that are missing, bad or given twice.
+    `of_models`: see `Presets`. `has_folder`: whether there are others in a folder, so that each
+    needs a name. Raises `ConfigError` for names that are missing, bad or given twice.
     """
     is_one = not models or (len(models) == 1 and not _NAMED.match(models[0]))
     if is_one and not has_folder:
@@ -55,7 +55,7 @@ def configs_of(
     configs: dict[str, EngineConfig] = {}
     # Otherwise the first one to be loaded on a GPU would leave next to nothing to the others.
     settings = {"gpu_memory_utilization": 1 / max(1, len(models)), **settings}
-    presets = Presets(settings, own or {})
+    presets = Presets(settings, of_models or {})
     for text in models:
         name, _, model = text.partition("=")
         if not _NAMED.fullmatch(text):

@@ -215,7 +215,7 @@ class EngineViewers:
         if self._engine.is_ending:
             raise EngineDeadError("the server is shutting down")
         party = key_id or address
-        num_own = sum(each.party == party for each in self._viewers)
+        num_own = sum(other.party == party for other in self._viewers)
         if key_id and num_own >= MAX_VIEWERS_A_KEY:
             raise too_many(f"this key may have {MAX_VIEWERS_A_KEY} viewers of an engine", _RETRY_S)
         if self.num_viewers >= MAX_VIEWERS and not self._make_room(num_own):
@@ -241,11 +241,11 @@ class EngineViewers:
         """End the oldest viewer of the party that has most, if it has more than a party of
         `num_own` will have with one more, or a party has none and it is its turn; returns whether
         there is room now."""
-        sizes = Counter(each.party for each in self._viewers)
+        sizes = Counter(viewer.party for viewer in self._viewers)
         party, most = sizes.most_common(1)[0]  # of several the one whose viewer is the oldest
         if most <= num_own + 1 and (num_own or self._turn_left_s() > 0):
             return False
-        oldest = next(each for each in self._viewers if each.party == party)
+        oldest = next(viewer for viewer in self._viewers if viewer.party == party)
         oldest.end("replaced")
         self.leave(oldest)
         return True
@@ -352,8 +352,10 @@ class EngineViewers:
         if not is_idle or now_s >= self._told_s + IDLE_FRAME_S:
             self._told_s = now_s
             shown = [frame for frame in frames if is_idle or not frame.is_empty]
-            self._credit -= max(self._put_frames(it, shown, now_s) for it in self._groups.values())
-        self._credit -= max(self._sync(it, now_s) for it in self._groups.values())
+            self._credit -= max(
+                self._put_frames(group, shown, now_s) for group in self._groups.values()
+            )
+        self._credit -= max(self._sync(group, now_s) for group in self._groups.values())
 
     def _put_frames(self, group: ViewerGroup, frames: list[Frame], now_s: float) -> int:
         """Give frames to the viewers of a group; returns the bytes that each of them gets."""
@@ -392,7 +394,9 @@ class EngineViewers:
             if self._builder is not None and not by_replica:
                 self._builder.restarted()
         ready = self._engine.ready_replicas()
-        replicas = {name: _gauges_of(each, name in ready) for name, each in by_replica.items()}
+        replicas = {
+            name: _gauges_of(of_replica, name in ready) for name, of_replica in by_replica.items()
+        }
         return {
             **_gauges_of(stats.engine, self._engine.is_ready),
             "open": stats.num_open,

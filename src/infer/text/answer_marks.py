@@ -118,9 +118,12 @@ def _mark(field: Any, name: str) -> str:
 
 
 def _thoughts_between(opening: str, closing: str) -> Thoughts:
-    known = (each for each in THOUGHTS if each.closing == closing)
-    found = next((each for each in known if each.opening.strip() == opening), None)
-    return found or Thoughts(opening, closing, name="response_template")
+    known = (thoughts_known for thoughts_known in THOUGHTS if thoughts_known.closing == closing)
+    thoughts = next(
+        (thoughts_known for thoughts_known in known if thoughts_known.opening.strip() == opening),
+        None,
+    )
+    return thoughts or Thoughts(opening, closing, name="response_template")
 
 
 def _is_read(fields: Mapping[str, Any], opening: str, closing: str) -> bool:

@@ -58,13 +58,13 @@ def forced_answer(
     It is in the model's own markup, or in plain JSON where that cannot express the parameters. The
     arguments are those of `forced_markup`.
     """
-    found = None
+    forced = None
     if way not in (HERMES, BARE):  # both are JSON objects, which `forced_calls` writes
-        found = forced_markup(
+        forced = forced_markup(
             way, tools, parallel=parallel, special=special, ends=ends, thinks=thinks
         )
-    if found is not None:
-        return ForcedCalls(way, found.grammar, found.heads)
+    if forced is not None:
+        return ForcedCalls(way, forced.grammar, forced.heads)
     plain = forced_format(way)
     return ForcedCalls(plain, forced_calls(plain, tools, parallel=parallel), None)
 
@@ -84,8 +84,8 @@ def chosen_calls(
 
     The arguments are those of `forced_markup`.
     """
-    found = forced_markup(way, tools, parallel=parallel, special=special, ends=ends, must=False)
-    return found.grammar if found else None
+    forced = forced_markup(way, tools, parallel=parallel, special=special, ends=ends, must=False)
+    return forced.grammar if forced else None
 
 
 def forced_format(way: ToolFormat | None) -> ToolFormat:
@@ -291,11 +291,11 @@ class AnswerParser:
     def _read_until_mark(self, marks: list[str], given: str, end: bool) -> bool:
         """Output the text before the first of the marks, without the white space around it."""
         held = self._held
-        found = min(
+        first = min(
             ((at, mark) for mark in marks if (at := self._place_of(mark)) >= 0), default=None
         )
-        if found is not None:
-            at, mark = found
+        if first is not None:
+            at, mark = first
             before = held[:at].rstrip()
             self._output(given, before)
             if self._state == "reasoning" and mark == self._thoughts.closing:
@@ -419,8 +419,8 @@ class ForcedParser:
     def _begun(self) -> str:
         """The text behind the reasoning."""
         text = "".join(self._text)
-        before, found, behind = text.partition(self._thoughts_end)
-        text = (behind if found else before).strip()
+        before, mark, behind = text.partition(self._thoughts_end)
+        text = (behind if mark else before).strip()
         return text.removeprefix(f"{START}assistant") if self._is_harmony else text
 
 

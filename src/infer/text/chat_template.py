@@ -321,8 +321,8 @@ def _tag_final(turn: dict[str, Any], mark: str) -> None:
 
 def _cut_at(text: str, mark: str) -> str:
     """The text before the mark of `_tag_final`."""
-    kept, found, rest = text.rpartition(mark)
-    if not found:
+    kept, separator, rest = text.rpartition(mark)
+    if not separator:
         raise _refusal(
             "the model's chat template leaves out the last message, so it cannot be continued"
         )

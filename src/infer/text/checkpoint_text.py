@@ -206,8 +206,12 @@ class _Folder:
                 value = config["text_config"].get("eos_token_id")  # multimodal models
             values: list[Any] = value if isinstance(value, list) else [value]
             # -1 is a word for none, as null is.
-            values = [one for one in map(_whole, values) if one is not None and one != -1]
-            if all(type(one) is int and 0 <= one < 2**31 for one in values):
+            values = [
+                token_id
+                for token_id in map(_whole, values)
+                if token_id is not None and token_id != -1
+            ]
+            if all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in values):
                 ids += values
             else:
                 self.problems.append(
@@ -226,9 +230,9 @@ class _Folder:
             for file in sorted(self.path.glob(f"{folder}/*.jinja")):
                 names[file.stem] = f"{folder}/{file.name}"
         texts = {name: self.text(file) for name, file in names.items()}
-        found = {name: text for name, text in texts.items() if text and text.strip()}
-        if found:
-            return found
+        templates = {name: text for name, text in texts.items() if text and text.strip()}
+        if templates:
+            return templates
         legacy = self.json_object("chat_template.json")
         for source, holder in (("chat_template.json", legacy), ("tokenizer_config.json", config)):
             value = holder.get("chat_template")

@@ -108,7 +108,7 @@ def _one_of(literals: Iterable[str]) -> str:
     for first in sorted(groups):
         # The whole common prefix at once, so long literals do not make the recursion deep.
         begin = _common_beginning(groups[first])
-        branches.append(re.escape(begin) + _one_of(one[len(begin) :] for one in groups[first]))
+        branches.append(re.escape(begin) + _one_of(word[len(begin) :] for word in groups[first]))
     if not branches:
         return "" if ends_here else "(?!)"
     if len(branches) == 1 and not ends_here:
@@ -119,7 +119,7 @@ def _one_of(literals: Iterable[str]) -> str:
 def _common_beginning(literals: list[str]) -> str:
     low, high = min(literals), max(literals)
     pairs = enumerate(zip(low, high, strict=False))
-    end = next((i for i, (one, other) in pairs if one != other), min(len(low), len(high)))
+    end = next((i for i, (char, other) in pairs if char != other), min(len(low), len(high)))
     return low[:end]
 
 
@@ -133,7 +133,7 @@ class Marked:
     """Noncharacter before a literal."""
     closing: str
     """Noncharacter after a literal, or after an end that could begin one."""
-    found: bool
+    is_marked: bool
     """Whether there was anything to mark."""
 
 
@@ -164,13 +164,15 @@ class ControlText:
         """
         try:
             strings = strings_in(values)
-            if not any(self.occurs_in(one) or self._open_end(one) is not None for one in strings):
-                return Marked(values, "", "", found=False)
+            if not any(
+                self.occurs_in(text) or self._open_end(text) is not None for text in strings
+            ):
+                return Marked(values, "", "", is_marked=False)
             opening, closing = free_noncharacters(values, 2)
             marked = tuple(self._mark(value, opening, closing) for value in values)
         except RecursionError:
             raise RequestError("messages are nested too deeply", param="messages") from None
-        return Marked(marked, opening, closing, found=True)
+        return Marked(marked, opening, closing, is_marked=True)
 
     def _open_end(self, string: str) -> int | None:
         """Where a string ends whose end could begin a literal, without trailing white space."""
@@ -196,7 +198,7 @@ class ControlText:
 
     def seal(self, rendered: str, marked: Marked) -> tuple[str, str]:
         """(rendered text without marks, the same with the template's own literals sealed)"""
-        if not marked.found:  # no literal is the caller's, so all are the template's own
+        if not marked.is_marked:  # no literal is the caller's, so all are the template's own
             names = self._sealed_names
             return rendered, self._meant.sub(lambda match: names[match[0]], rendered)
         opening, closing = marked.opening, marked.closing

@@ -78,19 +78,19 @@ def defaults_of(config: Mapping[str, Any], source: str = FILE) -> SamplingDefaul
 def defaults_of_gguf(metadata: Mapping[str, Any]) -> SamplingDefaults:
     """The defaults that the metadata of a GGUF file names."""
     notes: list[str] = []
-    found = {  # by its keys: to look at a value reads it, and some are whole vocabularies
+    stored = {  # by its keys: to look at a value reads it, and some are whole vocabularies
         key.removeprefix(GGUF_PREFIX): _decimal(metadata[key])
         for key in metadata
         if key.startswith(GGUF_PREFIX)
     }
-    if type(found.get("temp")) is float and found["temp"] < 0:  # llama.cpp's word for greedy
-        found["temp"] = 0.0
-    if found.get("penalty_last_n") == 0:  # no tokens are looked at
-        found = {name: it for name, it in found.items() if not name.startswith("penalty_")}
-    if found.get("penalty_repeat") in (None, 1):
-        found.pop("penalty_last_n", None)
-    values = _usable(found, _GGUF_FIELDS, GGUF_SOURCE, notes)
-    _note_others(found, _GGUF_FIELDS.keys() | _GGUF_HARMLESS, GGUF_SOURCE, notes)
+    if type(stored.get("temp")) is float and stored["temp"] < 0:  # llama.cpp's word for greedy
+        stored["temp"] = 0.0
+    if stored.get("penalty_last_n") == 0:  # no tokens are looked at
+        stored = {name: value for name, value in stored.items() if not name.startswith("penalty_")}
+    if stored.get("penalty_repeat") in (None, 1):
+        stored.pop("penalty_last_n", None)
+    values = _usable(stored, _GGUF_FIELDS, GGUF_SOURCE, notes)
+    _note_others(stored, _GGUF_FIELDS.keys() | _GGUF_HARMLESS, GGUF_SOURCE, notes)
     return _made(values, GGUF_SOURCE, notes)
 
 
@@ -125,15 +125,15 @@ def _usable(
 
 def _note_others(config: Mapping[str, Any], known: Set[str], source: str, notes: list[str]) -> None:
     """Add a sentence that names the settings which are not `known` and would have an effect."""
-    found = [
+    names = [
         f"{name[:_MAX_CHARS]} ({_shown(value)})"
         for name, value in config.items()
         if name not in known and value not in (None, False, "", [], {}, _NEUTRAL.get(name))
     ]
-    if len(found) > _MAX_NAMED:
-        found[_MAX_NAMED:] = [f"{len(found) - _MAX_NAMED} more"]
-    if found:
-        notes.append(f"{source}: not supported, so without effect: {', '.join(found)}")
+    if len(names) > _MAX_NAMED:
+        names[_MAX_NAMED:] = [f"{len(names) - _MAX_NAMED} more"]
+    if names:
+        notes.append(f"{source}: not supported, so without effect: {', '.join(names)}")
 
 
 def _shown(value: Any) -> str:

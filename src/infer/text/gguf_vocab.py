@@ -177,8 +177,8 @@ class _Vocabulary:
         """The value of a required key of type `kind`; `LoadError` if it is missing."""
         value = self.metadata.get(f"tokenizer.ggml.{name}")
         if not isinstance(value, kind):
-            found = "is missing" if value is None else f"is {value!r:.40}"
-            raise self.error(f"{name} {found}; it must be a {kind.__name__}")
+            problem = "is missing" if value is None else f"is {value!r:.40}"
+            raise self.error(f"{name} {problem}; it must be a {kind.__name__}")
         return value
 
     def aligned(self, name: str) -> list[Any]:

@@ -88,7 +88,7 @@ class OrderProbes:
             late = all(map(self._keeps_what_was, _LATE_SYSTEMS[:2])) and all(
                 map(self._shows, _LATE_SYSTEMS + self._with_calls(_LATE_IN_CALLS))
             )
-        usual = _USERS if takes_system else tuple(each for each in _USERS if "S" not in each)
+        usual = _USERS if takes_system else tuple(order for order in _USERS if "S" not in order)
         answers = _ANSWERS if takes_system else _ANSWERS[:2]
         return RoleOrder(
             takes_system=takes_system,
@@ -146,7 +146,9 @@ class OrderProbes:
         """The messages of an order, and the word in each of them."""
         words = [_WORD.format(i, letter) for i, letter in enumerate(order)]
         pairs = zip(order, words, strict=True)
-        return [each for letter, word in pairs for each in self._messages(letter, word)], words
+        return [
+            message for letter, word in pairs for message in self._messages(letter, word)
+        ], words
 
     def _messages(self, letter: str, word: str) -> Sequence[Message]:
         if letter == "C":
@@ -182,17 +184,17 @@ def in_order(messages: Sequence[Message], order: RoleOrder) -> list[Message]:
     row become one. A chat without a message of the user at its beginning, as clients that cut it
     send, gets one without text where the template wants one. Messages are not changed in place.
     """
-    leading = list(takewhile(lambda one: one.get("role") == "system", messages))
+    leading = list(takewhile(lambda message: message.get("role") == "system", messages))
     made = list[Message]()
     if leading and not order.takes_system:
-        content = _joined([_plain_text(one.get("content")) for one in leading])
+        content = _joined([_plain_text(message.get("content")) for message in leading])
         made = [{"role": "user", "content": content}] if content else []
     elif len(leading) > 1 and order.takes_several_systems:
         made = leading
     elif leading:
         # Parts become text, since templates that take one message may read its first part only.
-        contents = [_plain_text(one.get("content")) for one in leading]
-        first = {name: value for one in reversed(leading) for name, value in one.items()}
+        contents = [_plain_text(message.get("content")) for message in leading]
+        first = {name: value for message in reversed(leading) for name, value in message.items()}
         is_one = len(leading) == 1 and order.takes_several_systems
         made = leading if is_one else [{**first, "content": _joined(contents)}]
     rest = messages[len(leading) :]
@@ -253,16 +255,16 @@ def _with_more(turn: Message, more: Any) -> Message:
     return {**turn, "content": _joined([content, more])}
 
 
-def _one_answer(one: Message, other: Message) -> Message:
+def _one_answer(first: Message, other: Message) -> Message:
     """Two answers in a row as one: their texts, thoughts and calls."""
-    made = {**one, **other}
+    made = {**first, **other}
     for name in ("content", "thinking", "reasoning_content", "reasoning"):
-        if name in one and name in other:
-            made[name] = _joined([_plain_text(one[name]), _plain_text(other[name])])
-    calls = [one.get("tool_calls"), other.get("tool_calls")]
-    lists = [each for each in calls if isinstance(each, list)]
+        if name in first and name in other:
+            made[name] = _joined([_plain_text(first[name]), _plain_text(other[name])])
+    calls = [first.get("tool_calls"), other.get("tool_calls")]
+    lists = [calls_of_message for calls_of_message in calls if isinstance(calls_of_message, list)]
     if len(lists) == len(calls):
-        made["tool_calls"] = [call for each in lists for call in each]
+        made["tool_calls"] = [call for calls_of_message in lists for call in calls_of_message]
     return made
 
 
@@ -289,6 +291,8 @@ def _joined(contents: Sequence[Any]) -> Any:
     for content in contents:
         if parts:
             parts.append({"type": "text", "text": _BLANK_LINE})
-        own = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        parts += own
+        content_parts = (
+            content if isinstance(content, list) else [{"type": "text", "text": content}]
+        )
+        parts += content_parts
     return parts

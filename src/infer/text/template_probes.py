@@ -178,8 +178,8 @@ def _takes_lone(probes: _Probes, question: Message, result: Message, tools: dict
     bare: Message = {"role": "tool", "content": _RESULT}
     chats = [
         chat
-        for one in (result, bare)
-        for chat in ([question, one], [one, question], [question, said, one, question])
+        for lone in (result, bare)
+        for chat in ([question, lone], [lone, question], [question, said, lone, question])
     ]
     shown = ((chat, probes.shown(chat, used)) for chat in chats for used in ({}, tools))
     return all(
@@ -266,7 +266,7 @@ def _call_style(
             elif shown is None and f'\\"{_KEY}' not in text and f"{{'{_KEY}'" not in text:
                 shown = style
         if read:  # a longer text has the word None in it, or an empty answer after the call
-            _, _, style, way = min(read, key=lambda one: one[:2])
+            _, _, style, way = min(read, key=lambda candidate: candidate[:2])
             if way is KIMI:  # results are shown with the ids
                 style = replace(style, ids="named")
             return _refined(probes, question, tools, style), way

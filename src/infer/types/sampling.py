@@ -272,7 +272,11 @@ class SamplingParams(Sampling):
     def _arguments(self) -> dict[str, Any]:
         """The arguments that make an equal one."""
         left_out = {"given", *(DEFAULTED - self.given)}
-        names = (each.name for each in fields(self) if each.name not in left_out)
+        names = (
+            field_of_params.name
+            for field_of_params in fields(self)
+            if field_of_params.name not in left_out
+        )
         return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -53,7 +53,7 @@ class SamplingDefaults:
     def fill(self, params: SamplingParams) -> SamplingParams:
         """`params` with these values for the fields that it does not give. A default never
         contradicts what is given: limits of the length make room for each other."""
-        filled = {name: it for name, it in self.values.items() if name not in params.given}
+        filled = {name: value for name, value in self.values.items() if name not in params.given}
         least = max(params.min_tokens, filled.get("min_tokens", 0))
         if "max_tokens" in filled:
             filled["max_tokens"] = max(filled["max_tokens"], least)

@@ -59,38 +59,38 @@ def summary_of(stats: EngineStats, limits: EngineLimits) -> dict[str, str | int 
     - `prefix_hit_rate`: prompt tokens found in the prefix cache, of all; 0 to 1
     """
     gauges, counters = stats.gauges, stats.counters
-    found: dict[str, str | int | float] = {"mode": limits.batching_mode}
+    summary: dict[str, str | int | float] = {"mode": limits.batching_mode}
     if limits.batching_mode == "static":
-        found["batches_formed"] = counters.num_batches_formed
-        found["batches_per_minute"] = gauges.num_batches_last_minute
+        summary["batches_formed"] = counters.num_batches_formed
+        summary["batches_per_minute"] = gauges.num_batches_last_minute
         if counters.num_batches_formed:
             mean = counters.num_batch_requests / counters.num_batches_formed
-            found["mean_batch_size"] = round(mean, 3)
+            summary["mean_batch_size"] = round(mean, 3)
     if counters.num_steps:
-        found["mean_rows_per_step"] = round(counters.num_rows / counters.num_steps, 3)
+        summary["mean_rows_per_step"] = round(counters.num_rows / counters.num_steps, 3)
     if num_waits := sum(counters.wait_counts.values()):
-        found["mean_wait_ms"] = round(1000 * counters.wait_s / num_waits, 3)
+        summary["mean_wait_ms"] = round(1000 * counters.wait_s / num_waits, 3)
         for percent in PERCENTILES:
             wait_s = wait_percentile(counters.wait_counts, percent)
-            found[f"p{percent}_wait_ms"] = round(1000 * wait_s, 3)
+            summary[f"p{percent}_wait_ms"] = round(1000 * wait_s, 3)
     ends = {"num_requests_finished": 0, "num_requests_cancelled": 0, "num_requests_failed": 0}
     for reason, count in counters.num_finished.items():
         ends[end_of(reason).counter] += count
     num_finished, num_failed = ends["num_requests_finished"], ends["num_requests_failed"]
-    found |= _success_rate(num_finished, num_failed)
+    summary |= _success_rate(num_finished, num_failed)
     if num_finished:
-        found["mean_processing_ms"] = round(1000 * counters.processing_s / num_finished, 3)
+        summary["mean_processing_ms"] = round(1000 * counters.processing_s / num_finished, 3)
     if gauges.kv_bytes:
-        found["kv_bytes"] = gauges.kv_bytes
+        summary["kv_bytes"] = gauges.kv_bytes
         page_bytes = gauges.kv_bytes // (gauges.num_pages + 1)
-        found["kv_bytes_touched"] = gauges.num_touched_pages * page_bytes
-        found["kv_bytes_allowed"] = gauges.num_allowed_pages * page_bytes
+        summary["kv_bytes_touched"] = gauges.num_touched_pages * page_bytes
+        summary["kv_bytes_allowed"] = gauges.num_allowed_pages * page_bytes
     if gauges.num_pages:
-        found["kv_pages_used"] = gauges.num_pages - gauges.num_free_pages
+        summary["kv_pages_used"] = gauges.num_pages - gauges.num_free_pages
     if limits.prefix_caching and counters.num_prompt_tokens:
         rate = counters.num_cached_tokens / counters.num_prompt_tokens
-        found["prefix_hit_rate"] = round(rate, 4)
-    return found
+        summary["prefix_hit_rate"] = round(rate, 4)
+    return summary
 
 
 class ServingStats(msgspec.Struct, frozen=True):
@@ -105,10 +105,10 @@ class ServingStats(msgspec.Struct, frozen=True):
     def summary(self) -> dict[str, str | int | float]:
         """`summary_of` the engine. Success is that of the façade, which also counts the requests
         that failed because there was no engine."""
-        found = summary_of(self.engine, self.limits)
+        summary = summary_of(self.engine, self.limits)
         requests = self.requests
         rate = _success_rate(requests.num_requests_finished, requests.num_requests_failed)
-        return {**{k: v for k, v in found.items() if k != "success_rate"}, **rate}
+        return {**{k: v for k, v in summary.items() if k != "success_rate"}, **rate}
 
     def by_name(self) -> dict[str, int | float]:
         """All numbers but those of the summary in one mapping, for people and for JSON."""

@@ -167,7 +167,7 @@ class StepEvents(msgspec.Struct, frozen=True, array_like=True):
     @property
     def num_prompt_tokens(self) -> int:
         """Prompt tokens that were computed in the step."""
-        return sum(each.num_tokens for each in self.events if isinstance(each, ComputedChunk))
+        return sum(event.num_tokens for event in self.events if isinstance(event, ComputedChunk))
 
     @property
     def is_idle(self) -> bool:

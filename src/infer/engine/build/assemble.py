@@ -240,7 +240,9 @@ def _plan_beside(
             memory = replace(whole.divided(share.count), free=min(part, whole.free))
         elif (near := free_near(processors, processors.chosen(config.numa, taken))) is not None:
             memory = whole = replace(whole, free=min(near, whole.free))
-        usual, most = (min(memory.free, each) for each in for_newcomer(whole.free, ledger.others()))
+        usual, most = (
+            min(memory.free, num_bytes) for num_bytes in for_newcomer(whole.free, ledger.others())
+        )
         promised = max(0, memory.free - usual)
         plan = plan_with(server=replace(memory, free=usual, promised=promised))
         if not plan.fits and most > usual:

@@ -92,16 +92,16 @@ def find_checkpoint(
     try:
         with reading(str(path)):
             if model_impl == "transformers":
-                found = _borrowed(path, name)
+                checkpoint = _borrowed(path, name)
             else:
-                found = _open(path, name, dummy)
+                checkpoint = _open(path, name, dummy)
     except LoadError as error:
         verify(model)  # a damaged download is said to be one
         is_other = isinstance(error, UnknownArchitecture) and error.is_causal
         if is_other and model_impl == "auto" and not path.is_file():
             raise LoadError(f"{error}; {_other_way()}") from None
         raise
-    return dataclasses.replace(found, verify=functools.partial(verify, model))
+    return dataclasses.replace(checkpoint, verify=functools.partial(verify, model))
 
 
 def _other_way() -> str:
@@ -192,12 +192,12 @@ def chosen_blocks(
     int4 blocks are kept that are about as small: rounded a second time, they would lose more than
     they gain.
     """
-    found = checkpoint.blocks
-    if found is None or device.type != "cpu" or native_obstacle() is not None:
+    blocks = checkpoint.blocks
+    if blocks is None or device.type != "cpu" or native_obstacle() is not None:
         return None
     if config.weight_format == "int4":
-        return found if found.is_near_int4 else None
-    return found if config.dtype == "auto" and config.quantization is None else None
+        return blocks if blocks.is_near_int4 else None
+    return blocks if config.dtype == "auto" and config.quantization is None else None
 
 
 def text_of(checkpoint: Checkpoint, config: EngineConfig) -> TextFiles:

@@ -82,10 +82,10 @@ def _processor(root: Path) -> Finding:
     except OSError:
         return Finding("processor", platform.processor() or platform.machine())
     entries = [line.partition(":") for line in lines]
-    found = {key.strip().lower(): value.strip() for key, _, value in reversed(entries)}
-    flags = found.get("flags", found.get("features", "")).split()
+    fields = {key.strip().lower(): value.strip() for key, _, value in reversed(entries)}
+    flags = fields.get("flags", fields.get("features", "")).split()
     has = " ".join(feature for feature in FEATURES if feature in flags)
-    name = found.get("model name", platform.machine())
+    name = fields.get("model name", platform.machine())
     return Finding("processor", f"{name}: {has or 'no instructions that kernels are written for'}")
 
 
@@ -161,12 +161,16 @@ def _dtype() -> Finding:
     formats = "int8 and int4 are possible"
     if native_obstacle() is None:
         formats += f"; GGUF files keep {', '.join(NUMBERS)}"
-    obstacles = {each: quantization_obstacle(each) for each in ("int8", "int4")}
+    obstacles = {
+        quantization: quantization_obstacle(quantization) for quantization in ("int8", "int4")
+    }
     if reason := obstacles["int8"]:
         formats = f"int8 and int4 are not possible: {reason}"
     elif reason := obstacles["int4"]:
         formats = f"int8 is possible, int4 is not: {reason}"
-    advice = "; ".join(_narrower(each) for each, reason in obstacles.items() if not reason)
+    advice = "; ".join(
+        _narrower(quantization) for quantization, reason in obstacles.items() if not reason
+    )
     if reason := bfloat16_obstacle():
         state = f"float32, as bfloat16 is slower here: {reason}; {formats}"
         return Finding("dtype", state, advice)

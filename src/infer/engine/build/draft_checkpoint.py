@@ -39,16 +39,16 @@ def check_vocabulary(files: TextFiles, draft: Checkpoint) -> None:
     """
     from infer.text.tokenizer import Tokenizer  # few engines have a draft model
 
-    own, other = (Tokenizer(replace(each, templates={})) for each in (files, draft.text()))
+    target, other = (Tokenizer(replace(text, templates={})) for text in (files, draft.text()))
     differing = [
         token_id
-        for token_id in range(max(own.vocab_size, other.vocab_size))
-        if own.token_piece(token_id) != other.token_piece(token_id)
+        for token_id in range(max(target.vocab_size, other.vocab_size))
+        if target.token_piece(token_id) != other.token_piece(token_id)
     ]
     if not differing:
         return
     shown = ", ".join(
-        f"{token_id} is {_shown(own, token_id)} here and {_shown(other, token_id)} there"
+        f"{token_id} is {_shown(target, token_id)} here and {_shown(other, token_id)} there"
         for token_id in differing[:NUM_SHOWN]
     )
     more = f" (and {len(differing) - NUM_SHOWN:,} more)" if len(differing) > NUM_SHOWN else ""

@@ -41,20 +41,20 @@ FORMATS = (
 
 def cost_of(weight_format: str) -> str:
     """What a format costs, such as "perplexity +38 % (SmolLM2-135M)"; "" if it rounds nothing."""
-    for each in FORMATS:
-        if each.name == weight_format and each.rises:
-            rises = zip(each.rises, MODELS, strict=False)
+    for row in FORMATS:
+        if row.name == weight_format and row.rises:
+            rises = zip(row.rises, MODELS, strict=False)
             return f"perplexity {', '.join(f'{_percent(rise)} ({name})' for rise, name in rises)}"
     return ""
 
 
 def trade_of(weight_format: str) -> str:
     """What a format gains and what it costs, in a line; "" if it costs nothing."""
-    for each in FORMATS:
-        if each.name == weight_format and each.speed:
-            least, most = each.speed
+    for row in FORMATS:
+        if row.name == weight_format and row.speed:
+            least, most = row.speed
             return (
-                f"{least:g} to {most:g} times as fast as bfloat16 ({each.machine}), and less exact:"
+                f"{least:g} to {most:g} times as fast as bfloat16 ({row.machine}), and less exact:"
                 f" {cost_of(weight_format)}"
             )
     return ""
@@ -63,12 +63,12 @@ def trade_of(weight_format: str) -> str:
 def table() -> str:
     """All that was measured, as a table in Markdown."""
     lines = [f"| weights | {' | '.join(MODELS)} |", "|---|" + "---|" * len(MODELS)]
-    for each in FORMATS:
-        cells = [f"{value:.1f}" for value in each.perplexities]
-        for i, rise in enumerate(each.rises):
+    for row in FORMATS:
+        cells = [f"{value:.1f}" for value in row.perplexities]
+        for i, rise in enumerate(row.rises):
             cells[i] += f" ({_percent(rise)})"
         cells += ["—"] * (len(MODELS) - len(cells))
-        lines.append(f"| {each.name} | {' | '.join(cells)} |")
+        lines.append(f"| {row.name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

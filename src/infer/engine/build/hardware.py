@@ -92,8 +92,8 @@ def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device)
     """The same as `planned_dtype`, as torch has it."""
     import torch
 
-    found: torch.dtype = getattr(torch, planned_dtype(config, model, device))
-    return found
+    dtype: torch.dtype = getattr(torch, planned_dtype(config, model, device))
+    return dtype
 
 
 def planned_dtype(config: EngineConfig, model: ModelConfig, device: torch.device | Cpu) -> str:

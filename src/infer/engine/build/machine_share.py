@@ -72,5 +72,5 @@ def shares_of(count: int, device: str) -> list[Mapping[str, Any]]:
         raise ConfigError(
             "replicas", f"of {device!r} there is one; give device='cuda', and each gets its own GPU"
         )
-    each = available_bytes() // count
-    return [{SETTING: asdict(MachineShare(index, count, each))} for index in range(count)]
+    share_bytes = available_bytes() // count
+    return [{SETTING: asdict(MachineShare(index, count, share_bytes))} for index in range(count)]

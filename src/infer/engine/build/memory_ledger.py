@@ -47,8 +47,8 @@ def for_newcomer(free: int, promises: Sequence[Promise]) -> tuple[int, int]:
     """What an engine that starts may plan with, given the bytes that are free and what others were
     promised: (what nobody was promised, or an equal part if that is more; all that others can do
     without). Others take less where their promises no longer fit together (`part_of`)."""
-    unpromised = free - sum(max(0, each.promised - each.held) for each in promises)
-    spare = free - sum(each.least - each.held for each in promises)
+    unpromised = free - sum(max(0, promise.promised - promise.held) for promise in promises)
+    spare = free - sum(promise.least - promise.held for promise in promises)
     return max(0, unpromised, min(free, spare // (len(promises) + 1))), max(0, min(free, spare))
 
 
@@ -56,8 +56,8 @@ def part_of(mine: Promise, others: Sequence[Promise], available: int) -> int:
     """What one engine may take while all together were promised more than there is: its least, and
     a part of what is left in proportion to its promise."""
     everyone = [mine, *others]
-    left = available + sum(each.held - each.least for each in everyone)
-    wanted = sum(each.promised - each.least for each in everyone)
+    left = available + sum(promise.held - promise.least for promise in everyone)
+    wanted = sum(promise.promised - promise.least for promise in everyone)
     if wanted <= left:
         return mine.promised
     return mine.least + max(0, left) * (mine.promised - mine.least) // wanted
@@ -167,19 +167,19 @@ class MemoryLedger:
         """What the other engines of this user were promised; within `planning`."""
         if self._folder is None:
             return []
-        found = []
+        promises = []
         try:
             for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
                 if path != self._mine and (promise := self._read(path)) is not None:
-                    found.append(promise)
+                    promises.append(promise)
         except OSError as error:
             self._complain(error)
-        self._last = found
-        return found
+        self._last = promises
+        return promises
 
     def cpus_of_others(self) -> frozenset[int]:
         """The processors on which other engines of this user live; within `planning`."""
-        return frozenset(cpu for each in self.others() for cpu in each.cpus)
+        return frozenset(cpu for promise in self.others() for cpu in promise.cpus)
 
     def others_now(self) -> list[Promise]:
         """Like `others`, outside of `planning`: as they were last, while an engine plans."""
@@ -218,10 +218,10 @@ def _checked(folder: Path) -> Path:
     """The folder, made if it is absent; raises `OSError` if it is not this user's own."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(f"{folder} is not a folder of this user")
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         folder.chmod(0o700)
     return folder
 

@@ -144,8 +144,8 @@ class MemoryPlan:
     @property
     def promised_bytes(self) -> int:
         """Bytes of main memory that the engine's process may take."""
-        own = sum(need.num_bytes for need in self.processes if need.name == "engine")
-        return self.total_bytes - self.process_bytes + own
+        engine_bytes = sum(need.num_bytes for need in self.processes if need.name == "engine")
+        return self.total_bytes - self.process_bytes + engine_bytes
 
     @property
     def least_bytes(self) -> int:
@@ -510,8 +510,8 @@ class WeightCount:
     def block_forms(self) -> list[str]:
         """What is said of the blocks in which weights are held, the file's own types first."""
         kinds = sorted(self.kinds, key=lambda kind: -self.kinds[kind])
-        own = ", ".join(held for held, stored in kinds if held == stored)
-        return [f"in the file's own {own}"] * bool(own) + [
+        in_file = ", ".join(held for held, stored in kinds if held == stored)
+        return [f"in the file's own {in_file}"] * bool(in_file) + [
             f"{stored} held as {held}" + (", rounded" if stored not in IN_BYTES else "")
             for held, stored in kinds
             if held != stored
@@ -545,11 +545,11 @@ def count_weights(
             place.name: (place.total or weights[name][0], weights[name][1])
             for name, place in places.items()
         }
-        found = blocks(stored, gated and len(stored) > 1)
-        if not found:
+        forms = blocks(stored, gated and len(stored) > 1)
+        if not forms:
             return None
-        kinds.update(_kinds_of(found))
-        return kept_bytes(found, gated=gated)
+        kinds.update(_kinds_of(forms))
+        return kept_bytes(forms, gated=gated)
 
     name, shape = tensors.embedding
     count = math.prod(shape) + sum(map(math.prod, tensors.others.values()))
@@ -565,23 +565,25 @@ def count_weights(
         num_bytes += math.prod(shape) * weight_bytes(
             lm_head_quantization(quantization), size, shape[1]
         )
-    for each in tensors.products:
-        count += each.num_weights
-        found = in_blocks(each.weights, gated=each.gated)
-        way = lm_head_quantization(quantization) if each.is_head else quantization
-        width = next(iter(each.weights.values()))[1]
-        num_bytes += each.num_weights * weight_bytes(way, size, width) if found is None else found
+    for product in tensors.products:
+        count += product.num_weights
+        forms = in_blocks(product.weights, gated=product.gated)
+        way = lm_head_quantization(quantization) if product.is_head else quantization
+        width = next(iter(product.weights.values()))[1]
+        num_bytes += (
+            product.num_weights * weight_bytes(way, size, width) if forms is None else forms
+        )
     return WeightCount(count, int(num_bytes), kinds)
 
 
 def _kinds_of(weights: HeldWeights) -> Counter[tuple[str, str]]:
-    found: Counter[tuple[str, str]] = Counter()
+    counts: Counter[tuple[str, str]] = Counter()
     for weight in weights:
         if isinstance(weight, BlockWeight):
-            found[weight.kind, weight.stored or weight.kind] += weight.num_weights
+            counts[weight.kind, weight.stored or weight.kind] += weight.num_weights
         else:
-            found["int8", "int8"] += weight.num_weights
-    return found
+            counts["int8", "int8"] += weight.num_weights
+    return counts
 
 
 def _packs(dtype: str, device: torch.device | Cpu) -> bool:

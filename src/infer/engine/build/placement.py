@@ -60,8 +60,8 @@ class Placement:
             return [sorted(core.cpus) for core in (*fast, *self.slow)]
         if not self.slow:
             return []
-        own, slow = sorted(cpus_of(self.cores)), sorted(cpus_of(self.slow))
-        return [own] * self.num_threads + [slow] * len(self.slow)
+        quick, slow = sorted(cpus_of(self.cores)), sorted(cpus_of(self.slow))
+        return [quick] * self.num_threads + [slow] * len(self.slow)
 
     def nodes_of_threads(self) -> list[int] | None:
         """The NUMA node of each thread, where each has a core and the cores are on several nodes.
@@ -107,8 +107,8 @@ def free_near(processors: Processors, cores: Collection[Core], root: Path = ROOT
     nodes = {core.node for core in cores}
     if nodes == set(processors.nodes):
         return None
-    found = [available_on_node(node, root) for node in nodes]
-    return sum(each or 0 for each in found) if None not in found else None
+    free_bytes = [available_on_node(node, root) for node in nodes]
+    return sum(free or 0 for free in free_bytes) if None not in free_bytes else None
 
 
 def live_on(placement: Placement, processors: Processors) -> None:
@@ -118,11 +118,11 @@ def live_on(placement: Placement, processors: Processors) -> None:
     then of the same NUMA nodes, because Linux takes it from the node of the thread that writes it
     first."""
     pin_threads(placement.lists(), placement.num_threads, placement.nodes_of_threads())
-    own = cpus_of(placement.cores)
-    if not own or own == cpus_of(processors.cores) or not hasattr(os, "sched_setaffinity"):
+    cpus = cpus_of(placement.cores)
+    if not cpus or cpus == cpus_of(processors.cores) or not hasattr(os, "sched_setaffinity"):
         return
     try:
-        os.sched_setaffinity(0, own)
+        os.sched_setaffinity(0, cpus)
     except OSError as error:  # forbidden in some containers
         log.warning("threads are not kept on their cores: %s", error)
         return

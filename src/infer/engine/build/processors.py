@@ -137,7 +137,7 @@ def read_cores(allowed: frozenset[int], root: Path = ROOT) -> tuple[Core, ...]:
         for folder in sorted((devices / "system/node").glob("node[0-9]*"))
         for cpu in _cpu_list(folder / "cpulist")
     }
-    found: dict[tuple[str, str], list[int]] = {}
+    cores: dict[tuple[str, str], list[int]] = {}
     for cpu in sorted(allowed):
         topology = devices / f"system/cpu/cpu{cpu}/topology"
         package, core = (
@@ -146,7 +146,7 @@ def read_cores(allowed: frozenset[int], root: Path = ROOT) -> tuple[Core, ...]:
         )
         if not package or not core:
             return ()
-        found.setdefault((package, core), []).append(cpu)
+        cores.setdefault((package, core), []).append(cpu)
     return tuple(
         Core(
             tuple(cpus),
@@ -154,7 +154,7 @@ def read_cores(allowed: frozenset[int], root: Path = ROOT) -> tuple[Core, ...]:
             int(package) if package.isdigit() else 0,
             cpus[0] in slow,
         )
-        for (package, _), cpus in found.items()
+        for (package, _), cpus in cores.items()
     )
 
 

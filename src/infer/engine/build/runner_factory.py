@@ -187,8 +187,8 @@ class RunnerFactory:
         if device.type == "cuda":
             log.warning("the kernels for CUDA are not used, and steps are slow: %s", self.obstacle)
         attention = make_attention(self.config.attention_backend, storage, shape)
-        own = None if self.config.sampler == "default" else self.config.sampler
-        sampler = own_function("sampler", own) if own else sample
+        name = None if self.config.sampler == "default" else self.config.sampler
+        sampler = own_function("sampler", name) if name else sample
         threads = threads_for(self.model, attention)
         runner = ModelRunner(
             self.model, attention, self.restrictions, caches, device, sampler, threads

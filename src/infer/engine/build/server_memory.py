@@ -119,12 +119,12 @@ def kept_bytes(limit: int) -> int:
 
 def processes_beside(parent: int, root: Path = ROOT) -> list[int]:
     """The API process `parent` of a server, its workers and its standby, as far as they run."""
-    found = [parent]
+    pids = [parent]
     for file in (root / f"proc/{parent}/task").glob("*/children"):
         for word in text_of_file(file).split():
             if text_of_file(root / f"proc/{word}/comm") != ENGINE_NAME:
-                found.append(int(word))
-    return found
+                pids.append(int(word))
+    return pids
 
 
 def held_bytes(pid: int, root: Path = ROOT) -> int:

@@ -462,7 +462,7 @@ class AsyncLLM:
     def _cancel_stalled(self) -> None:
         """Cancel requests with too many unread bytes, alone or together with all others."""
         self._check_is_planned = False
-        num_bytes = sum(each.num_bytes for each in self._mailboxes.values())
+        num_bytes = sum(waiting.num_bytes for waiting in self._mailboxes.values())
         for request_id, mailbox in sorted(
             self._mailboxes.items(), key=lambda item: item[1].num_bytes, reverse=True
         ):

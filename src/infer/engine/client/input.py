@@ -235,16 +235,16 @@ class InputProcessor:
     def _spellings(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """The token ids of each word, at the beginning of a text and after a space."""
         texts = [text for word in words for text in (word, " " + word)]
-        found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts}
-        return tuple(sorted(ids for ids in found if ids and max(ids) < self.limits.vocab_size))
+        spellings = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts}
+        return tuple(sorted(ids for ids in spellings if ids and max(ids) < self.limits.vocab_size))
 
     def _remaining_tokens(self, num_prompt: int) -> int:
         """Number of tokens that fit after the prompt, at least 1; raises `RequestError` if none."""
         limit = self.limits.max_seq_len
         if num_prompt >= limit:
             # The second half is what Anthropic's clients read, to know how much to leave out.
-            found = f"the prompt is too long: {num_prompt} tokens > {limit - 1} maximum"
-            raise too_long(limit, found, param="prompt")
+            excess = f"the prompt is too long: {num_prompt} tokens > {limit - 1} maximum"
+            raise too_long(limit, excess, param="prompt")
         return limit - num_prompt
 
     def _max_tokens(self, num_prompt: int, checked: CheckedSampling, *, clamps: bool) -> int:
@@ -254,8 +254,8 @@ class InputProcessor:
         if clamps or "max_tokens" in checked.defaulted:
             wanted = min(wanted, room)
         if wanted > room:
-            found = f"prompt ({num_prompt}) + max_tokens ({wanted}) is {num_prompt + wanted}"
-            raise too_long(limit, found, param="max_tokens")
+            excess = f"prompt ({num_prompt}) + max_tokens ({wanted}) is {num_prompt + wanted}"
+            raise too_long(limit, excess, param="max_tokens")
         if least > wanted and "min_tokens" not in checked.defaulted:
             raise UnprocessableError(
                 f"min_tokens ({least}) exceeds the {wanted} tokens that there is room for",

@@ -106,5 +106,5 @@ class Mailbox:
 
 def _size_of(piece: TextDelta) -> int:
     """Approximate bytes that a piece takes in memory."""
-    pairs = sum(1 + len(each.top) for each in piece.logprobs)
+    pairs = sum(1 + len(entry.top) for entry in piece.logprobs)
     return 200 + len(piece.text) + 48 * len(piece.token_ids) + 125 * pairs

@@ -186,7 +186,7 @@ class Frame:
         """Whether there is nothing to tell."""
         fields = (self.rows, self.events, self.tokens, self.batches, self.left_out)
         given = (self.restarted_s, self.requests, self.gauges)
-        return not any(fields) and all(each is None for each in given)
+        return not any(fields) and all(value is None for value in given)
 
     @property
     def num_steps(self) -> int:
@@ -372,8 +372,12 @@ class FrameWriter:
             fields["batches"] = [_batch(event, then_s, at_s) for event, then_s in frame.batches]
         if frame.tokens:
             counts = frame.tokens.items()
-            known = ((self._numbers.get(it.state.request_id), count) for it, count in counts)
-            fields["tokens"] = {str(it): count for it, count in known if it is not None}
+            known = (
+                (self._numbers.get(request.state.request_id), count) for request, count in counts
+            )
+            fields["tokens"] = {
+                str(request): count for request, count in known if request is not None
+            }
         for told in frame.events:
             if isinstance(told.event, Finished):
                 self._numbers.pop(told.event.request_id, None)
@@ -420,7 +424,7 @@ class FrameWriter:
         }
 
     def _snapshot(self, requests: list[FollowedRequest]) -> dict[str, list[Any]]:
-        numbers = {it.state.request_id: self._number(it) for it in requests}
+        numbers = {known.state.request_id: self._number(known) for known in requests}
         self._numbers = numbers
         return _columns(
             {

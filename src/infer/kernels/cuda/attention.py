@@ -43,13 +43,13 @@ def _biases(slope, position, key, rounded, SLOPES: tl.constexpr):
     bfloat16.
     """
     if SLOPES == 0:
-        found = slope[:, None]
+        biases = slope[:, None]
     elif SLOPES == 2:
         product = slope[:, None] * key[None, :].to(tl.float32).to(tl.bfloat16).to(tl.float32)
-        found = product.to(tl.bfloat16).to(tl.float32) * rounded
+        biases = product.to(tl.bfloat16).to(tl.float32) * rounded
     else:
-        found = slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
-    return found
+        biases = slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+    return biases
 
 
 @triton.jit
@@ -231,14 +231,14 @@ def decode(
         head = index % G
         item = items + (index // G) * 10
         row = tl.load(item).to(tl.int64)
-        own = tl.load(item + 2)
+        own_position = tl.load(item + 2)
         table = tables + tl.load(item + 3).to(tl.int64) * table_stride
         begin = tl.load(item + 4)
         end = tl.load(item + 5)
         num_splits = tl.load(item + 7)
-        own_page = tl.load(table + own // PAGE).to(tl.int64)
+        own_page = tl.load(table + own_position // PAGE).to(tl.int64)
         # The cell of the new key is not read: it still holds data of an earlier sequence.
-        last = tl.minimum(end, own)
+        last = tl.minimum(end, own_position)
         rest = begin
         if AHEAD:
             rest = begin + TILE
@@ -269,7 +269,7 @@ def decode(
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-        position = tl.zeros((ROWS,), tl.int32) + own
+        position = tl.zeros((ROWS,), tl.int32) + own_position
         top, total, acc = _add_keys(
             x, top, total, acc, keys, values, table, position, rest, last, last,
             scale, cap, slope, rounded, window, head * D,
@@ -284,8 +284,8 @@ def decode(
                 _biases(slope, position, key, rounded, SLOPES),
                 True, CAP, SLOPES, PRODUCT, PRECISION,
             )  # fmt: skip
-        if end > own:
-            own_cell = (own_page * PAGE + own % PAGE) * (G * D) + head * D
+        if end > own_position:
+            own_cell = (own_page * PAGE + own_position % PAGE) * (G * D) + head * D
             kind = keys.dtype.element_ty
             tl.store(keys + own_cell + d[None, :], new_key.to(kind), mask=inside[None, :])
             tl.store(values + own_cell + d[None, :], new_value.to(kind), mask=inside[None, :])
@@ -294,7 +294,7 @@ def decode(
             if CAP:
                 score = cap * (2 * tl.sigmoid(2 * score / cap) - 1)
             if SLOPES == 2:
-                product = slope * own.to(tl.float32).to(tl.bfloat16).to(tl.float32)
+                product = slope * own_position.to(tl.float32).to(tl.bfloat16).to(tl.float32)
                 score += product.to(tl.bfloat16).to(tl.float32) * rounded
             top, total, acc = _merge(
                 top, total, acc, score * _LOG2E, tl.full((ROWS,), 1.0, tl.float32),

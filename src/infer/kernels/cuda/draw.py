@@ -181,8 +181,8 @@ def _largest(base, chosen, count, vocab, k, BLOCK: tl.constexpr):
         key = _order(tl.load(base + i, mask=among, other=float("-inf")))
         equal = ((key == least) & among).to(tl.int32)
         rank = seen + tl.cumsum(equal, 0)
-        found = tl.min(tl.where((equal > 0) & (rank == remaining), i, vocab), 0)
-        last_equal = tl.minimum(last_equal, found)
+        last = tl.min(tl.where((equal > 0) & (rank == remaining), i, vocab), 0)
+        last_equal = tl.minimum(last_equal, last)
         seen += tl.sum(equal, 0)
     return least, last_equal
 

@@ -117,10 +117,10 @@ def _result(block: Object, path: str, tools: dict[str, Object], noted: list[str]
     one that is loaded later changes nothing before it. `tools`: those without a reference so far,
     by name."""
     texts = list[str]()
-    for i, each in enumerate(_blocks(block.get("content") or "", f"{path}.content")):
-        name = each.get("tool_name")
-        if each.get("type") != "tool_reference":
-            text = _text(each, f"{path}.content[{i}]", noted)
+    for i, part in enumerate(_blocks(block.get("content") or "", f"{path}.content")):
+        name = part.get("tool_name")
+        if part.get("type") != "tool_reference":
+            text = _text(part, f"{path}.content[{i}]", noted)
         else:
             # Once: a short reference could stand for a long definition very often.
             tool = tools.pop(name, None) if isinstance(name, str) else None

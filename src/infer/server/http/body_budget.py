@@ -49,14 +49,14 @@ class BodyBudget:
         def grow_to(length: int) -> None:
             nonlocal held
             more = max(0, length - self._uncounted_bytes) - held
-            own = self._held[owner] + more
-            if owner and own > MAX_BYTES_OF_KEY:
+            of_owner = self._held[owner] + more
+            if owner and of_owner > MAX_BYTES_OF_KEY:
                 most = MAX_BYTES_OF_KEY >> 20
                 raise too_many(f"this key may have {most} MiB of request bodies being read", 1)
             is_used_up = self.num_bytes + more > self._max_bytes
-            if is_used_up and (not owner or own > OWN_BYTES):
+            if is_used_up and (not owner or of_owner > OWN_BYTES):
                 raise OverloadedError("too many bytes of request bodies are being read")
-            self._held[owner] = own
+            self._held[owner] = of_owner
             held += more
 
         try:

@@ -201,8 +201,8 @@ class RequestBoundary:
             messages = [message]
             if held:
                 messages = [*reformed(held.pop(), message, context.shown_id)]
-            for each in messages:
-                await send_with_id(each)
+            for held_message in messages:
+                await send_with_id(held_message)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -26,17 +26,17 @@ def _opens_page(method: str, path: str, headers: Mapping[str, str]) -> bool:
 def is_loopback(address: str) -> bool:
     """Whether a text is a loopback IP address, which only this machine reaches."""
     try:
-        found = ipaddress.ip_address(address.removeprefix("[").removesuffix("]"))
+        ip = ipaddress.ip_address(address.removeprefix("[").removesuffix("]"))
     except ValueError:
         return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return bool((mapped or found).is_loopback)
+    mapped = getattr(ip, "ipv4_mapped", None)
+    return bool((mapped or ip).is_loopback)
 
 
 def name_of(host: str) -> str | None:
     """The name or address in a Host header, in lower case and without port; None if malformed."""
-    found = _HOST.fullmatch(host.lower())
-    return found[1] if found else None
+    match = _HOST.fullmatch(host.lower())
+    return match[1] if match else None
 
 
 class HostRules:

@@ -166,15 +166,15 @@ def _check_nesting(bare: bytes) -> int:
 
 def _num_members(value: Any, num_containers: int) -> int:
     """Number of members of all objects in a value that consists of so many objects and arrays."""
-    found, members = [value], 0
-    for each in found:
-        if isinstance(each, dict):
-            members += len(each)
-            values: Iterable[Any] = each.values()
+    containers, members = [value], 0
+    for container in containers:
+        if isinstance(container, dict):
+            members += len(container)
+            values: Iterable[Any] = container.values()
         else:
-            values = each if isinstance(each, list) else ()
-        if len(found) < num_containers:
-            found += [value for value in values if isinstance(value, dict | list)]
+            values = container if isinstance(container, list) else ()
+        if len(containers) < num_containers:
+            containers += [value for value in values if isinstance(value, dict | list)]
     return members
 
 

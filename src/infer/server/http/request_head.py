@@ -55,8 +55,8 @@ def end_of_head(data: bytes | bytearray, num_seen: int = 0) -> int | None:
     start = len(data) - len(data.lstrip(b"\r\n"))
     if start < len(data) and data[start] < 0x21:
         raise not_http()
-    found = _END.search(data, max(start, num_seen - _END_BYTES))
-    return None if found is None else found.end()
+    match = _END.search(data, max(start, num_seen - _END_BYTES))
+    return None if match is None else match.end()
 
 
 def read_head(data: bytes) -> RequestHead:
@@ -67,8 +67,8 @@ def read_head(data: bytes) -> RequestHead:
         raise not_http()
     headers: dict[str, str] = {}
     num_ids = 0
-    for each in rest:
-        name, colon, value = each.partition(b":")
+    for header in rest:
+        name, colon, value = header.partition(b":")
         if not colon or not _NAME.fullmatch(name) or _CONTROL.search(value):
             raise not_http()
         key = name.decode("ascii").lower()

@@ -62,7 +62,7 @@ class Exchange:
         """Send the request, and read the head of the answer. Raises `McpError`."""
         with self._as_mcp_errors():
             await self._connect()
-            own = [
+            fixed = [
                 *(("Host", self._server.authority), ("User-Agent", f"infer/{VERSION}")),
                 *(("Accept", f"{JSON}, {EVENTS}"), ("Accept-Encoding", "identity")),
                 *(("Connection", "close"), ("Content-Length", str(len(body)))),
@@ -70,7 +70,7 @@ class Exchange:
                 *([self._server.header] if self._server.header else []),
             ]
             request = h11.Request(
-                method=method, target=self._server.target, headers=[*own, *headers]
+                method=method, target=self._server.target, headers=[*fixed, *headers]
             )
             sent = [request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage()]
             assert self._writer is not None

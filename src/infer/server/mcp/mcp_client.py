@@ -119,14 +119,14 @@ class McpSession:
 
     async def tools(self) -> McpTools:
         """The server's tools. Raises `McpError`."""
-        found, seen = McpTools([], []), {""}
-        cursor = await self._ask("tools/list", {}, partial(_add_all, found))
+        tools, seen = McpTools([], []), {""}
+        cursor = await self._ask("tools/list", {}, partial(_add_all, tools))
         while cursor is not None:
             if not isinstance(cursor, str) or cursor in seen or len(seen) >= MAX_PAGES:
                 raise McpError("its list of tools does not end")
             seen.add(cursor)
-            cursor = await self._ask("tools/list", {"cursor": cursor}, partial(_add_all, found))
-        return found
+            cursor = await self._ask("tools/list", {"cursor": cursor}, partial(_add_all, tools))
+        return tools
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> McpResult:
         """What a tool gives. Raises `McpError`."""
@@ -148,8 +148,8 @@ class McpSession:
             if exchange.content_type == JSON:
                 body = b"".join([piece async for piece in exchange.pieces()])
                 work = partial(_read, body, number, read)
-                for found in await self._run(len(body), work):
-                    return found
+                for result in await self._run(len(body), work):
+                    return result
                 raise McpError("its answer is no JSON-RPC response")
             if exchange.content_type == EVENTS:
                 return await self._answer_in(exchange, number, read)
@@ -172,8 +172,8 @@ class McpSession:
                 if num_events > MAX_EVENTS:
                     raise McpError(f"its stream has more than {MAX_EVENTS} events and no answer")
                 work = partial(_read_event, event, number, read)
-                for found in await self._run(len(event), work):
-                    return found
+                for result in await self._run(len(event), work):
+                    return result
         raise McpError("its stream has ended without an answer")
 
 
@@ -207,7 +207,7 @@ def _dump(message: Mapping[str, Any]) -> bytes:
 
 
 def _read_event(event: bytes, number: int, read: Callable[[Result], T]) -> list[T]:
-    lines = [each[5:].removeprefix(b" ") for each in event.split(b"\n") if each[:5] == b"data:"]
+    lines = [line[5:].removeprefix(b" ") for line in event.split(b"\n") if line[:5] == b"data:"]
     return _read(b"\n".join(lines), number, read) if lines else []
 
 
@@ -240,15 +240,15 @@ def _version_in(result: Result) -> str:
     return str(version)
 
 
-def _add_all(found: McpTools, result: Result) -> Any:
+def _add_all(tools: McpTools, result: Result) -> Any:
     """Add the tools of a page; returns the name of the next one."""
     listed = result.get("tools")
     if not isinstance(listed, list):
         raise McpError("its list of tools is no list")
-    if len(found.tools) + len(found.left_out) + len(listed) > MAX_TOOLS:
+    if len(tools.tools) + len(tools.left_out) + len(listed) > MAX_TOOLS:
         raise McpError(f"it has more than {MAX_TOOLS} tools")
-    for each in listed:
-        _add(found, each)
+    for tool in listed:
+        _add(tools, tool)
     return result.get("nextCursor")
 
 
@@ -267,21 +267,21 @@ def _result_of(result: Result) -> McpResult:
 
 def words_of(text: str, max_chars: int) -> str:
     """A text of the other side as one line without control characters."""
-    shown = "".join(each if each.isprintable() else " " for each in text[: 2 * max_chars])
+    shown = "".join(char if char.isprintable() else " " for char in text[: 2 * max_chars])
     return " ".join(shown.split())[:max_chars]
 
 
-def _add(found: McpTools, tool: Any) -> None:
+def _add(tools: McpTools, tool: Any) -> None:
     name = tool.get("name") if isinstance(tool, dict) else None
     if not isinstance(name, str):
-        found.left_out.append(("", "it has no name"))
+        tools.left_out.append(("", "it has no name"))
         return
     shown = words_of(name, 64)
     description, schema = tool.get("description", ""), tool.get("inputSchema")
     reason = ""
     if not _TOOL_NAME.fullmatch(name):
         reason = "a name has 64 letters, digits and ._- at most"
-    elif any(each.name == name for each in found.tools):
+    elif any(known.name == name for known in tools.tools):
         reason = "there is another tool of this name"
     elif not isinstance(schema, dict) or schema.get("type", "object") != "object":
         reason = "the schema of its arguments is not that of an object"
@@ -290,10 +290,10 @@ def _add(found: McpTools, tool: Any) -> None:
     elif len(_dump(schema)) > MAX_SCHEMA_BYTES:
         reason = f"the schema of its arguments has more than {MAX_SCHEMA_BYTES} bytes"
     if reason:
-        found.left_out.append((shown, reason))
+        tools.left_out.append((shown, reason))
         return
     text = description if isinstance(description, str) else ""
-    found.tools.append(McpTool(name, _encodable(text[:MAX_DESCRIPTION_CHARS]), schema))
+    tools.tools.append(McpTool(name, _encodable(text[:MAX_DESCRIPTION_CHARS]), schema))
 
 
 def _depth(value: Any) -> int:
@@ -302,8 +302,8 @@ def _depth(value: Any) -> int:
     while level and depth <= MAX_SCHEMA_DEPTH:
         depth += 1
         inner: list[Any] = []
-        for each in level:
-            members = each.values() if isinstance(each, dict) else each
+        for node in level:
+            members = node.values() if isinstance(node, dict) else node
             inner += [member for member in members if isinstance(member, dict | list)]
         level = inner
     return depth
@@ -332,8 +332,8 @@ def _text_of(part: dict[str, Any]) -> str:
     if kind == "resource" and isinstance(resource, dict) and isinstance(resource.get("text"), str):
         return str(resource["text"])
     where = resource if isinstance(resource, dict) else part
-    named = [where.get(each) for each in ("mimeType", "name", "uri")]
-    words = " ".join(words_of(each, 100) for each in named if isinstance(each, str))
+    named = [where.get(word) for word in ("mimeType", "name", "uri")]
+    words = " ".join(words_of(word, 100) for word in named if isinstance(word, str))
     data = where.get("data", where.get("blob"))
     size = f", {len(data) * 3 // 4} bytes" if isinstance(data, str) else ""
     what = words_of(kind, 20) if isinstance(kind, str) else "content"

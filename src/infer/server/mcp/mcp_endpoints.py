@@ -59,7 +59,7 @@ class McpCalls:
         self._places = KeyPlaces(
             "calls of MCP servers", self._limits.max_mcp_calls_of_key, self._limits.max_mcp_calls
         )
-        needs_tls = any(each.is_tls for each in servers.values())
+        needs_tls = any(mcp_server.is_tls for mcp_server in servers.values())
         self._tls = ssl.create_default_context() if needs_tls else None
 
     @contextlib.contextmanager
@@ -92,17 +92,17 @@ class McpCalls:
         try:
             async with asyncio.timeout(max_s):
                 await session.begin()
-                found = await what(session)
+                answer = await what(session)
         except McpError:
             await session.end()
             raise
         await session.end()
-        return found
+        return answer
 
     async def _resolve(self, owner: str, host: str, port: int) -> list[Any]:
         look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        found: list[Any] = await self._names.submit(owner, look_up, lambda: None)
-        return found
+        addresses: list[Any] = await self._names.submit(owner, look_up, lambda: None)
+        return addresses
 
     def close(self) -> None:
         """End the threads, without waiting for them."""
@@ -130,9 +130,9 @@ class McpEndpoints:
         if not servers:
             return json_response({"object": "list", "data": []})
         with self._calls.place(owner):
-            asked = (self._shown(http, each) for each in servers)
+            asked = (self._shown(http, server) for server in servers)
             data = await unless_gone(http.receive, all_of(asked))
-        num_bytes = _BYTES_A_TOOL * sum(len(each["tools"]) for each in data)
+        num_bytes = _BYTES_A_TOOL * sum(len(server["tools"]) for server in data)
         answer = {"object": "list", "data": data}
         return await self._offload.render(http, num_bytes, json_response, answer)
 
@@ -147,22 +147,22 @@ class McpEndpoints:
             raise HttpError(404, message, param="server", code="mcp_server_not_found")
         with self._calls.place(tenant_of(http.scope).key.id):
             call = self._called(http, server, wire)
-            found = await unless_gone(http.receive, call)
-        return await self._offload.render(http, len(found["content"]), json_response, found)
+            result = await unless_gone(http.receive, call)
+        return await self._offload.render(http, len(result["content"]), json_response, result)
 
     async def _shown(self, http: HttpRequest, server: McpServer) -> dict[str, Any]:
-        found, error = McpTools([], []), None
+        listed, error = McpTools([], []), None
         try:
-            found = await self._calls.ask(http, server, self._limits.mcp_list_s, McpSession.tools)
+            listed = await self._calls.ask(http, server, self._limits.mcp_list_s, McpSession.tools)
         except McpError as failed:
             error = f"The MCP server {server.name!r} cannot be used: {failed}"
         except TimeoutError:
             error = self._late(server, self._limits.mcp_list_s)
         tools = [
-            {"name": each.name, "description": each.description, "parameters": each.schema}
-            for each in found.tools
+            {"name": tool.name, "description": tool.description, "parameters": tool.schema}
+            for tool in listed.tools
         ]
-        left_out = [{"name": name, "reason": reason} for name, reason in found.left_out]
+        left_out = [{"name": name, "reason": reason} for name, reason in listed.left_out]
         return {"name": server.name, "tools": tools, "left_out": left_out, "error": error}
 
     async def _called(

@@ -51,12 +51,12 @@ class McpServer:
 
 def entries_of(text: str | None) -> list[str]:
     """The entries of a setting that are separated by commas."""
-    return [each.strip() for each in text.split(",")] if text else []
+    return [entry.strip() for entry in text.split(",")] if text else []
 
 
 def check_servers(servers: str | None, tokens: str | None) -> None:
     """Raises `ConfigError` for settings that name no servers; reads no file."""
-    known = [each.name for each in _servers_of(servers)]
+    known = [server.name for server in _servers_of(servers)]
     named = [name for name, _ in _tokens_of(tokens)]
     for name in named:
         if name not in known:
@@ -70,26 +70,27 @@ def mcp_servers_of(servers: str | None, tokens: str | None) -> dict[str, McpServ
     check_servers(servers, tokens)
     headers = {name: _header_of(name, token) for name, token in _tokens_of(tokens)}
     return {
-        each.name: McpServer(
-            *(each.name, each.host, each.port, each.is_tls, each.target), headers.get(each.name)
+        server.name: McpServer(
+            *(server.name, server.host, server.port, server.is_tls, server.target),
+            headers.get(server.name),
         )
-        for each in _servers_of(servers)
+        for server in _servers_of(servers)
     }
 
 
 def _servers_of(text: str | None) -> list[McpServer]:
-    found: dict[str, McpServer] = {}
+    known: dict[str, McpServer] = {}
     for entry in entries_of(text):
         name, _, url = entry.partition("=")
         if not re.fullmatch(_NAME, name):
             form = "an entry must be NAME=URL, whose name has letters, digits and -"
             raise ConfigError("mcp_server", f"{form}; not {_shown(entry)}")
-        if name in found:
+        if name in known:
             raise ConfigError("mcp_server", f"{name!r} is given twice")
-        found[name] = _server_of(name, url)
-    if len(found) > MAX_SERVERS:
-        raise ConfigError("mcp_server", f"may have {MAX_SERVERS} servers, not {len(found)}")
-    return list(found.values())
+        known[name] = _server_of(name, url)
+    if len(known) > MAX_SERVERS:
+        raise ConfigError("mcp_server", f"may have {MAX_SERVERS} servers, not {len(known)}")
+    return list(known.values())
 
 
 def _server_of(name: str, url: str) -> McpServer:
@@ -120,13 +121,13 @@ def _shown(entry: str) -> str:
 
 
 def _tokens_of(text: str | None) -> list[tuple[str, str]]:
-    found = []
+    tokens = []
     for entry in entries_of(text):
         name, _, token = entry.partition("=")
         if not re.fullmatch(_NAME, name) or not token:
             raise ConfigError("mcp_token", "an entry must be NAME=TOKEN or NAME=@FILE")
-        found.append((name, token))
-    return found
+        tokens.append((name, token))
+    return tokens
 
 
 def _header_of(name: str, token: str) -> tuple[str, str]:

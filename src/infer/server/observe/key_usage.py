@@ -39,7 +39,7 @@ class KeyUsage:
         self._file = file
         self._save_every_s = save_every_s
         self._saved_s = 0.0
-        self._of_keys = {key: Counter(it) for key, it in self._saved().get(model, {}).items()}
+        self._of_keys = {key: Counter(saved) for key, saved in self._saved().get(model, {}).items()}
         self._written = {key: Counter(counts) for key, counts in self._of_keys.items()}
         """The part of `_of_keys` that is in the file."""
         most = nlargest(MAX_SHOWN, self._of_keys, key=lambda key: _size(self._of_keys[key]))
@@ -75,8 +75,8 @@ class KeyUsage:
 
     def shown(self, name: str) -> dict[str, int]:
         """One number of the keys that are shown, and of all others together if there are any."""
-        found = {key: counts[name] for key, counts in self._shown.items()}
-        return {**found, REST: self._rest[name]} if self._rest else found
+        totals = {key: counts[name] for key, counts in self._shown.items()}
+        return {**totals, REST: self._rest[name]} if self._rest else totals
 
     def _saved(self) -> dict[str, dict[str, dict[str, int]]]:
         if self._file is None or not self._file.exists():

@@ -217,8 +217,8 @@ def log_on_stderr(
     else:
         handler.setFormatter(logging.Formatter("%(message)s"))
     loggers = [logger, *(logging.getLogger(name) for name in ("uvicorn", "asyncio", "py.warnings"))]
-    for each in loggers:
-        each.addHandler(handler)
+    for named_logger in loggers:
+        named_logger.addHandler(handler)
     logging.captureWarnings(True)
     set_log_level(level)
     access.setLevel(logging.INFO if shows_requests else logging.WARNING)
@@ -226,8 +226,8 @@ def log_on_stderr(
         yield
     finally:
         logging.captureWarnings(False)
-        for each in loggers:
-            each.removeHandler(handler)
+        for named_logger in loggers:
+            named_logger.removeHandler(handler)
         handler.close()
         access.setLevel(logging.NOTSET)
 

@@ -108,14 +108,14 @@ class _OfConnections:
         self._connections = connections
 
     def collect(self) -> Iterator[Metric]:
-        prefix, found = self._prefix, self._connections
+        prefix, connections = self._prefix, self._connections
         text = "connections that are open"
-        yield GaugeMetricFamily(f"{prefix}:open_connections", text, found.num_open)
+        yield GaugeMetricFamily(f"{prefix}:open_connections", text, connections.num_open)
         text = "connections that gave way to new ones"
-        yield CounterMetricFamily(f"{prefix}:connections_gave_way", text, found.num_gave_way)
+        yield CounterMetricFamily(f"{prefix}:connections_gave_way", text, connections.num_gave_way)
         text = "what was refused before it was a request"
         refusals = CounterMetricFamily(f"{prefix}:protocol_refusals", text, labels=["reason"])
-        for reason, count in found.refusals.counts.items():
+        for reason, count in connections.refusals.counts.items():
             refusals.add_metric([reason], count)
         yield refusals
 
@@ -247,8 +247,8 @@ class Metrics:
         """The numbers of each engine, where there are several."""
         mode, ready = self._engine.batching_mode, self._engine.ready_replicas()
         replicas = {
-            name: {"ready": name in ready, **each.by_name(mode)}
-            for name, each in self._engine.stats_of_replicas().items()
+            name: {"ready": name in ready, **stats.by_name(mode)}
+            for name, stats in self._engine.stats_of_replicas().items()
         }
         return {"replicas": replicas} if replicas else {}
 
@@ -271,10 +271,15 @@ class Metrics:
             states = {replica: float(replica in ready) for replica in replicas}
             yield self._labelled("replica_ready", "replica", states, GaugeMetricFamily)
             for name, gauge in _GAUGES.items():
-                values = {replica: gauge(each.gauges) for replica, each in replicas.items()}
+                values = {
+                    replica: gauge(of_replica.gauges) for replica, of_replica in replicas.items()
+                }
                 yield self._labelled(f"replica_{name}", "replica", values, GaugeMetricFamily)
             for name, counter in _COUNTERS_OF_REPLICAS.items():
-                values = {replica: counter(each.counters) for replica, each in replicas.items()}
+                values = {
+                    replica: counter(of_replica.counters)
+                    for replica, of_replica in replicas.items()
+                }
                 yield self._labelled(f"replica_{name}", "replica", values)
         yield self._labelled("request_success", "finished_reason", self._outcomes)
         yield self._labelled("admission_rejections", "reason", self._refusals)

@@ -46,27 +46,29 @@ class ProcessMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """All families; called by the prometheus client."""
-        found = {name: it for name, pid in _processes() if (it := _numbers(pid)) is not None}
-        if not found:
+        processes = {
+            name: numbers for name, pid in _processes() if (numbers := _numbers(pid)) is not None
+        }
+        if not processes:
             return
         text = "Total user and system CPU time spent in seconds."
         cpu = CounterMetricFamily("process_cpu_seconds", text, labels=["process"])
-        for process, each in found.items():
-            cpu.add_metric([process], each.cpu_s)
+        for process, used in processes.items():
+            cpu.add_metric([process], used.cpu_s)
         yield cpu
         for name, (text, field) in _GAUGES.items():
             gauge = GaugeMetricFamily(f"process_{name}", text, labels=["process"])
-            for process, each in found.items():
-                gauge.add_metric([process], getattr(each, field))
+            for process, used in processes.items():
+                gauge.add_metric([process], getattr(used, field))
             yield gauge
 
 
 def _processes() -> Iterator[tuple[str, int]]:
     """This process, and the engines that it has started, or that were started beside it."""
-    own = os.getpid()
-    yield "api", own
+    own_pid = os.getpid()
+    yield "api", own_pid
     is_front = _text(_PROC / "self/comm").strip() == FRONT_NAME
-    parent = os.getppid() if is_front else own
+    parent = os.getppid() if is_front else own_pid
     if is_front:
         yield "keeper", parent
     pids = [

@@ -120,8 +120,8 @@ class RequestTrace:
     def record(self, at_s: float, choice: int, kind: str, **details: Any) -> None:
         """Add an event while there is room; the last place is kept for `finished`."""
         if len(self.events) < self.max_events - (kind != "finished"):
-            own = {"choice": choice} if choice else {}
-            self.events.append({"at_ms": self.ms(at_s), "event": kind, **own, **details})
+            of_choice = {"choice": choice} if choice else {}
+            self.events.append({"at_ms": self.ms(at_s), "event": kind, **of_choice, **details})
         else:
             self.num_left_out += 1
 
@@ -130,9 +130,11 @@ class RequestTrace:
         """The most advanced state of its choices."""
         if self.outcome is not None:
             return "finished"
-        found = {each.state.status for each in self.choices.values() if each.reason is None}
+        statuses = {
+            choice.state.status for choice in self.choices.values() if choice.reason is None
+        }
         order = {"running": "running", "preempted": "preempted", "waiting": "queued"}
-        return next((shown for status, shown in order.items() if status in found), "running")
+        return next((shown for status, shown in order.items() if status in statuses), "running")
 
     @property
     def batch_ids(self) -> list[str]:
@@ -288,9 +290,9 @@ class RequestTraces:
         trace.record(trace.ended_s, 0, "finished", outcome=trace.outcome)
         del self._open[trace.context.id]
         self._ended[trace.context.id] = trace
-        own = self._ended_of.setdefault(trace.owner, {})
-        own[trace.context.id] = None
-        if len(own) > self._limits.max_traces_of_owner:
+        ended = self._ended_of.setdefault(trace.owner, {})
+        ended[trace.context.id] = None
+        if len(ended) > self._limits.max_traces_of_owner:
             self._forget(trace.owner)
         elif len(self._ended) > self._limits.max_traces:
             self._forget(max(self._ended_of, key=lambda owner: len(self._ended_of[owner])))
@@ -302,11 +304,11 @@ class RequestTraces:
 
     def _forget(self, owner: str) -> None:
         """Drop the oldest ended trace of an owner."""
-        own = self._ended_of[owner]
-        oldest = self._ended.pop(next(iter(own)))
+        ended = self._ended_of[owner]
+        oldest = self._ended.pop(next(iter(ended)))
         oldest.choices.clear()  # breaks a cycle, so that no garbage collection is needed
-        del own[oldest.context.id]
-        if not own:
+        del ended[oldest.context.id]
+        if not ended:
             del self._ended_of[owner]
 
     def cancel(self, trace: RequestTrace, error: RequestError | None = None) -> bool:
@@ -332,8 +334,8 @@ class RequestTraces:
         trace = self._open.get(key) or self._ended.get(key)
         if trace is not None and name in (key, trace.id) and owner in (None, trace.owner):
             return [trace]
-        own = [trace for trace in self.all(owner) if trace.context.client_id == name]
-        return [trace for trace in own if trace.ended_s is None] or own[:1]
+        named = [trace for trace in self.all(owner) if trace.context.client_id == name]
+        return [trace for trace in named if trace.ended_s is None] or named[:1]
 
     def all(self, owner: str | None) -> Iterator[RequestTrace]:
         """The running traces, then the ended ones, each the newest first; `owner` None: of all."""

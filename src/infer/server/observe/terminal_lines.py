@@ -46,7 +46,7 @@ def is_for_people(record: logging.LogRecord) -> bool:
 
 def printable(text: str) -> str:
     """The text without what moves the cursor or changes the direction of writing."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
 
 
 class TerminalLines(logging.Formatter):

@@ -75,7 +75,7 @@ class TokenUsage:
 
     def fields(self) -> dict[str, Any]:
         """OpenAI's `usage` of what has been counted."""
-        details = {"reasoning_tokens": sum(each.count for each in self._thoughts)}
+        details = {"reasoning_tokens": sum(thoughts.count for thoughts in self._thoughts)}
         if self._has_prediction:
             counts = self._num_predicted.values()
             details["accepted_prediction_tokens"] = sum(accepted for accepted, _ in counts)

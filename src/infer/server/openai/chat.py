@@ -391,9 +391,9 @@ def _fitted(
         return prompt
     wanted = sampling.max_tokens or max(1, sampling.min_tokens)
     room = engine.max_seq_len - min(wanted, engine.max_seq_len // 2)
-    found = yield from truncation.fitted(messages, render, count, room)
-    wire.leave_out(found.dropped)
-    return found.prompt
+    fitted = yield from truncation.fitted(messages, render, count, room)
+    wire.leave_out(fitted.dropped)
+    return fitted.prompt
 
 
 @contextmanager
@@ -504,7 +504,7 @@ class ChatReader:
             thoughts = [ThoughtTokens(tokenizer, marks, inside=inside) for _ in requests]
         self.usage = TokenUsage(requests, wire.n, thoughts, more=wire.dropped.usage)
         functions = [tool["function"] for tool in wire.forced_tools or wire.shown_tools]
-        names = {each["name"]: each.get("parameters") or {} for each in functions}
+        names = {function["name"]: function.get("parameters") or {} for function in functions}
         tools, forced = _tool_format(engine, wire), _forced(engine, wire)
         self._parsers = [
             answer_parser.parser_for(
@@ -681,7 +681,7 @@ class ChatAnswer:
 
 def unnumbered(calls: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Calls as a message has them: only pieces of a stream say where they belong."""
-    return [{name: each[name] for name in each if name != "index"} for each in calls]
+    return [{name: call[name] for name in call if name != "index"} for call in calls]
 
 
 class ChatApi:

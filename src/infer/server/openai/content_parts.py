@@ -47,8 +47,8 @@ def _text(
         if noted is not None and role == "assistant" and kind in _THOUGHTS:
             note(noted, kind)
             return ""
-        found = f"content has a part with {shown_kind(kind)}"
-        message = f"{found}; only parts of the type 'text' are supported"
+        problem = f"content has a part with {shown_kind(kind)}"
+        message = f"{problem}; only parts of the type 'text' are supported"
         raise RequestError(message, code="unsupported_content_part")
     text = part.get(member)
     if not isinstance(text, str):

@@ -118,14 +118,16 @@ def _named(dropped: Sequence[DroppedKeywords], path: str, *, is_strict: bool) ->
             param=place,
             code="invalid_json_schema",
         )
-    return tuple(f"{path}{one.path}: {one.keyword}" for one in dropped)
+    return tuple(
+        f"{path}{dropped_keyword.path}: {dropped_keyword.keyword}" for dropped_keyword in dropped
+    )
 
 
 def warning_of(dropped: Sequence[str]) -> str | None:
     """The warning about keywords that are not enforced, in ASCII; None if there are none."""
     if not dropped:
         return None
-    named = [ascii(one)[1:-1] for one in dropped[:MAX_WARNED]]
+    named = [ascii(keyword)[1:-1] for keyword in dropped[:MAX_WARNED]]
     rest = len(dropped) - len(named)
     return f"not enforced: {', '.join(named)}" + (f" and {rest} more" if rest else "")
 
@@ -206,7 +208,7 @@ def regex(value: Any) -> Grammar:
 
 def choice(value: Any) -> Grammar:
     """The grammar of a list of texts, one of which is the answer."""
-    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
         raise RequestError("choices must be a list of at least one string")
     return Grammar.choice(value)
 

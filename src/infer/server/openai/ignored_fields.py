@@ -83,7 +83,7 @@ def note(names: list[str], name: str) -> None:
 
 def has_no_effect(value: Any, accepted: tuple[Any, ...]) -> bool:
     """Whether `value` is one of the accepted ones. 1 and 1.0 are the same number."""
-    return any(_fits(value, one) for one in accepted)
+    return any(_fits(value, form) for form in accepted)
 
 
 def _fits(value: Any, accepted: Any) -> bool:
@@ -96,13 +96,14 @@ def _fits(value: Any, accepted: Any) -> bool:
 
 def shown(accepted: tuple[Any, ...]) -> str:
     """The accepted values as text, for an error message."""
-    words = [_TYPES[one][0] if isinstance(one, type) else json.dumps(one) for one in accepted]
+    words = [_TYPES[form][0] if isinstance(form, type) else json.dumps(form) for form in accepted]
     return " or ".join(words) or "null"
 
 
 def schema(accepted: tuple[Any, ...]) -> dict[str, Any]:
     """The accepted values as JSON Schema, for the OpenAPI document."""
     kinds = [
-        {"type": _TYPES[one][1]} if isinstance(one, type) else {"const": one} for one in accepted
+        {"type": _TYPES[form][1]} if isinstance(form, type) else {"const": form}
+        for form in accepted
     ]
     return {"anyOf": [*kinds, {"type": "null"}]}

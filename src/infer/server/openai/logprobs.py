@@ -73,10 +73,10 @@ class ChoiceLogprobs:
         """
         yield None
         for token_id, entry in zip(ids[1:], entries, strict=True):
-            one = {token_id: entry.logprob, **dict(entry.top[:num_top])}
+            logprob_of = {token_id: entry.logprob, **dict(entry.top[:num_top])}
             yield {
                 str(i): {"logprob": _number(logprob), "decoded_token": self._label(i)}
-                for i, logprob in one.items()
+                for i, logprob in logprob_of.items()
             }
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:

@@ -204,12 +204,12 @@ class ResponseAnswer:
         return self._is_open and self._items[-1]["type"] == kind
 
     def _begin_call(self, call: ToolCall) -> Iterator[bytes]:
-        own = self._tools.known.get(call.name, Tool(call.name))
-        item: Fields = {"call_id": f"call_{self._hex}_{self._num_calls}", "name": own.name}
+        tool = self._tools.known.get(call.name, Tool(call.name))
+        item: Fields = {"call_id": f"call_{self._hex}_{self._num_calls}", "name": tool.name}
         self._num_calls += 1
-        if own.namespace is not None:
-            item["namespace"] = own.namespace
-        if own.is_custom:
+        if tool.namespace is not None:
+            item["namespace"] = tool.namespace
+        if tool.is_custom:
             yield from self._begin({"type": "custom_tool_call", **item, "input": ""}, "ctc")
         else:
             yield from self._begin({"type": "function_call", **item, "arguments": ""}, "fc")

@@ -67,39 +67,41 @@ def read_tools(value: Any, path: str = "tools") -> Tools:
     """The tools of a request. Functions of a namespace are shown under joined names."""
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise RequestError(f"{path} must be a list of objects")
-    found = Tools([], {}, value, {})
+    tools = Tools([], {}, value, {})
     for i, tool in enumerate(value):
-        _add_tool(found, tool, f"{path}[{i}]", None)
-    return found
+        _add_tool(tools, tool, f"{path}[{i}]", None)
+    return tools
 
 
-def _add_tool(found: Tools, tool: Object, path: str, namespace: str | None) -> None:
+def _add_tool(tools: Tools, tool: Object, path: str, namespace: str | None) -> None:
     kind = tool.get("type")
     if kind == "namespace" and namespace is None:
         name, inner = member(tool, "name", str, path), tool.get("tools")
-        if not isinstance(inner, list) or not all(isinstance(each, dict) for each in inner):
+        if not isinstance(inner, list) or not all(
+            isinstance(member_tool, dict) for member_tool in inner
+        ):
             raise RequestError(f"{path}.tools must be a list of objects", param=f"{path}.tools")
-        for i, each in enumerate(inner):
-            _add_tool(found, each, f"{path}.tools[{i}]", name)
+        for i, member_tool in enumerate(inner):
+            _add_tool(tools, member_tool, f"{path}.tools[{i}]", name)
         return
     if kind not in ("function", "custom"):
-        found.shown.append({"type": str(kind)})
+        tools.shown.append({"type": str(kind)})
         return
-    own = Tool(member(tool, "name", str, path), namespace, kind == "custom")
-    name = own.shown_name
+    known = Tool(member(tool, "name", str, path), namespace, kind == "custom")
+    name = known.shown_name
     function: Object = {"name": name}
     if isinstance(tool.get("description"), str):
         function["description"] = tool["description"]
-    function["parameters"] = _INPUT if own.is_custom else tool.get("parameters") or {}
+    function["parameters"] = _INPUT if known.is_custom else tool.get("parameters") or {}
     if tool.get("strict") is True:
         function["strict"] = True
-    if own.is_custom and isinstance(tool.get("format"), dict):
+    if known.is_custom and isinstance(tool.get("format"), dict):
         definition = tool["format"].get("definition")
         if isinstance(definition, str):
-            found.forms[name] = _form(definition, tool["format"].get("syntax"))
+            tools.forms[name] = _form(definition, tool["format"].get("syntax"))
             function["description"] = f"{function.get('description', '')}\n\n{definition}".strip()
-    found.known[name] = own
-    found.shown.append({"type": "function", "function": function})
+    tools.known[name] = known
+    tools.shown.append({"type": "function", "function": function})
 
 
 def _form(definition: str, syntax: Any) -> Object:
@@ -148,8 +150,8 @@ def _result_of(item: Object, path: str) -> Object:
     if item.get("name") is None:
         return {}
     namespace = item.get("namespace")
-    own = Tool(member(item, "name", str, path), namespace if isinstance(namespace, str) else None)
-    return {"name": own.shown_name}
+    tool = Tool(member(item, "name", str, path), namespace if isinstance(namespace, str) else None)
+    return {"name": tool.shown_name}
 
 
 class ItemReader:
@@ -231,15 +233,15 @@ class ItemReader:
 
     def _more_tools(self, item: Object, path: str) -> Iterator[Object]:
         """Show tools where the client has added them, so that the prompt before stays as it was."""
-        found, texts = read_tools(item.get("tools") or [], f"{path}.tools"), list[str]()
-        for tool in found.shown:
+        more, texts = read_tools(item.get("tools") or [], f"{path}.tools"), list[str]()
+        for tool in more.shown:
             if tool["type"] != "function":
                 leave_out_kind(tool["type"], path, "a tool", self._noted)
             elif (name := tool["function"]["name"]) not in self.tools.known:
-                self.tools.known[name] = found.known[name]
+                self.tools.known[name] = more.known[name]
                 self.tools.shown.append({**tool, "defer_loading": True})
                 texts.append(json.dumps(tool["function"], ensure_ascii=False))
-        self.tools.forms.update(found.forms)
+        self.tools.forms.update(more.forms)
         if texts:
             yield from self._take()
             yield {"role": "system", "content": "\n".join([_MORE, *texts])}
@@ -260,7 +262,7 @@ class ItemReader:
     def _call(self, item: Object, path: str) -> Object:
         is_custom = item["type"] == "custom_tool_call"
         namespace = item.get("namespace")
-        own = Tool(
+        tool = Tool(
             member(item, "name", str, path),
             namespace if isinstance(namespace, str) else None,
             is_custom,
@@ -269,5 +271,5 @@ class ItemReader:
             arguments = json.dumps({"input": member(item, "input", str, path)}, ensure_ascii=False)
         else:
             arguments = member(item, "arguments", str, path)
-        function = {"name": own.shown_name, "arguments": arguments}
+        function = {"name": tool.shown_name, "arguments": arguments}
         return {"id": member(item, "call_id", str, path), "type": "function", "function": function}

@@ -55,11 +55,11 @@ def _tool_choice(value: Any) -> Any:
     if kind in ("function", "custom"):
         return {"type": "function", "function": {"name": value.get("name")}}
     if kind == "allowed_tools":
-        objects = [each for each in value.get("tools") or () if isinstance(each, dict)]
+        objects = [tool for tool in value.get("tools") or () if isinstance(tool, dict)]
         named = [
-            {"type": "function", "function": {"name": each.get("name")}}
-            for each in objects
-            if each.get("type") in ("function", "custom")
+            {"type": "function", "function": {"name": tool.get("name")}}
+            for tool in objects
+            if tool.get("type") in ("function", "custom")
         ]
         return {"type": kind, "allowed_tools": {"mode": value.get("mode"), "tools": named}}
     words = "a {'type': 'function', 'name': string}, or {'type': 'allowed_tools', …}"
@@ -70,7 +70,7 @@ def _told_choice(choice: Any, tools: Tools) -> Any:
     """The choice as the client has sent it."""
     if isinstance(choice, str):
         return choice
-    custom = {own.name for own in tools.known.values() if own.is_custom}
+    custom = {tool.name for tool in tools.known.values() if tool.is_custom}
 
     def told(reference: Object) -> Object:
         name = reference["function"]["name"]
@@ -79,7 +79,7 @@ def _told_choice(choice: Any, tools: Tools) -> Any:
     if choice["type"] == "function":
         return told(choice)
     allowed = choice["allowed_tools"]
-    named = [told(each) for each in allowed["tools"]]
+    named = [told(allowed_tool) for allowed_tool in allowed["tools"]]
     return {"type": "allowed_tools", "mode": allowed["mode"], "tools": named}
 
 
@@ -208,7 +208,7 @@ class InputTokensBody(AsChat):
         choice = self.tool_choice
         if isinstance(choice, str):
             return choice
-        names = {own.name: shown for shown, own in self.known_tools.known.items()}
+        names = {tool.name: shown for shown, tool in self.known_tools.known.items()}
 
         def shown(reference: Object) -> Object:
             name = reference["function"]["name"]
@@ -258,12 +258,12 @@ class ResponseBody(InputTokensBody, GeneratingAsChat):
 
     @property
     def chat_fields(self) -> Object:
-        own = {
+        chat_values = {
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
         }
-        given = {name: value for name, value in own.items() if value is not None}
+        given = {name: value for name, value in chat_values.items() if value is not None}
         return super().chat_fields | given | {"stream": self.stream}
 
 

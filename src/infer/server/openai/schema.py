@@ -529,8 +529,8 @@ class SampledBody(GeneratingBody):
     @model_validator(mode="after")
     def _check_grammars(self) -> SampledBody:
         if len(self.grammars) > 1:
-            one, other, *_ = self.grammars
-            message = f"{one} and {other} both constrain the answer's text; send one of them"
+            first, other, *_ = self.grammars
+            message = f"{first} and {other} both constrain the answer's text; send one of them"
             raise RequestError(message, param=other)
         return self
 

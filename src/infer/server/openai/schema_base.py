@@ -169,10 +169,10 @@ def _explained(finding: Any) -> RequestError:
     # messages, 0, content → messages[0].content
     steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in finding["loc"]]
     param = "".join(steps).removeprefix(".")
-    own = context.get("error")
-    if isinstance(own, RequestError):
-        inner = "." + own.param if own.param and param else own.param or ""
-        return type(own)(own.message, param=(param + inner) or None, code=own.code)
+    error = context.get("error")
+    if isinstance(error, RequestError):
+        inner = "." + error.param if error.param and param else error.param or ""
+        return type(error)(error.message, param=(param + inner) or None, code=error.code)
     if kind == "missing":
         return RequestError(f"{param} is required", param=param, code="missing_required_parameter")
     if kind == "literal_error" and isinstance(sent, str):

@@ -148,7 +148,7 @@ class EventStream(Response):
     async def _deliver(self, sink: Sink) -> None:
         try:
             await self._write(sink, self._events.opening())
-            works = all_of(self._follow(i, each, sink) for i, each in enumerate(self._running))
+            works = all_of(self._follow(i, stream, sink) for i, stream in enumerate(self._running))
             await run_while(works, self._say_it_lives(sink))
             await self._keep_turn(sink)
             await self._write(sink, self._events.closing())

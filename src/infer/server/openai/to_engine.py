@@ -61,8 +61,10 @@ def sampling_of(
     """The fields of `SamplingParams` have the same names on the wire, except for `max_tokens`,
     `logprobs` and the grammar. Fields that the client leaves out are left to the checkpoint, as is
     the limit of tokens where it has one."""
-    own = {"max_tokens", "logprobs", "grammar"}
-    names = {field.name for field in fields(SamplingParams)} & type(wire).model_fields.keys() - own
+    translated = {"max_tokens", "logprobs", "grammar"}
+    names = {field.name for field in fields(SamplingParams)} & type(
+        wire
+    ).model_fields.keys() - translated
     given = {name: getattr(wire, name) for name in names & wire.model_fields_set}
     if wire.sets_limit or engine.sampling_defaults.max_tokens is None:
         given["max_tokens"] = max_tokens

@@ -66,12 +66,12 @@ def fitted(
 
     def without(num_turns: int) -> Steps[Fitted[R]]:
         gone = {i for turn in turns[:num_turns] for i in turn}
-        prompt = yield from render([each for i, each in enumerate(messages) if i not in gone])
+        prompt = yield from render([message for i, message in enumerate(messages) if i not in gone])
         num_tokens = count(prompt)
         return Fitted(prompt, num_tokens, Dropped(len(gone), num_whole - num_tokens))
 
     low, high = 1, len(turns)
-    found: Fitted[R] | None = None
+    fitting: Fitted[R] | None = None
     while low < high:
         middle = (low + high) // 2
         try:
@@ -80,11 +80,11 @@ def fitted(
             low = middle + 1
             continue
         if shorter.num_tokens <= room:
-            high, found = middle, shorter
+            high, fitting = middle, shorter
         else:
             low = middle + 1
-    if found is not None:
-        return found
+    if fitting is not None:
+        return fitting
     try:
         shortest = yield from without(high)
         return shortest

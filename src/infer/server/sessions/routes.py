@@ -267,17 +267,17 @@ class SessionRoutes:
         lease = None
         if self._leases is not None:
             lease = await self._leases.take(owner, name, RequestContext.of(http.scope))
-        found = await self._find(http, name, asked)
+        turn = await self._find(http, name, asked)
         if name in self._busy:
             raise busy()
         self._busy.add(name)
         RequestContext.of(http.scope).cleanup.callback(self._busy.discard, name)
         continues = body.get("continue_final_message") is True and _ends_with_answer(asked)
-        replaces = _put_before(body, asked, found.messages)
+        replaces = _put_before(body, asked, turn.messages)
         return SessionTurn(
             self._sessions,
             self._threads,
-            *(owner, name, len(found.messages), asked),
+            *(owner, name, len(turn.messages), asked),
             continues=continues,
             replaces=replaces,
             lease=lease,
@@ -292,12 +292,12 @@ class SessionRoutes:
 
     async def _find(self, http: HttpRequest, name: str, asked: list[Any]) -> StartedTurn:
         owner, num_new = tenant_of(http.scope).key.id, http.scope.get(NUM_BYTES, 0)
-        found: StartedTurn = await self._threads.call(
+        turn: StartedTurn = await self._threads.call(
             owner, self._call_store, "begin_turn", owner, name, len(asked) + 1, num_new
         )
         # Further work on the body takes as long as if all these messages had been sent.
-        http.scope[NUM_BYTES] = num_new + found.num_bytes
-        return found
+        http.scope[NUM_BYTES] = num_new + turn.num_bytes
+        return turn
 
     @takes(SessionBody, refuses=(404, 429))
     async def create(self, http: HttpRequest) -> Response:
@@ -318,8 +318,8 @@ class SessionRoutes:
         """Get a session with its messages."""
         where = (tenant_of(http.scope).key.id, http.path_params["id"])
         num_bytes = await self._threads.call(where[0], self._call_store, "num_bytes", *where)
-        found = await self._threads.call(where[0], self._call_store, "read", *where)
-        return await self._pool.render(http, num_bytes, json_response, found)
+        session = await self._threads.call(where[0], self._call_store, "read", *where)
+        return await self._pool.render(http, num_bytes, json_response, session)
 
     @takes(RenameBody)
     async def rename(self, http: HttpRequest) -> Response:

@@ -112,11 +112,11 @@ class _Turns:
 
     def __enter__(self) -> None:
         """Wait for it; raises `TimeoutError`."""
-        own = threading.get_ident()
+        thread = threading.get_ident()
         with self._changed:
-            self._line.append(own)
-            if not self._changed.wait_for(lambda: self._line[0] == own, self._timeout_s):
-                self._line.remove(own)
+            self._line.append(thread)
+            if not self._changed.wait_for(lambda: self._line[0] == thread, self._timeout_s):
+                self._line.remove(thread)
                 raise TimeoutError("the database is used by others for too long")
 
     def __exit__(self, *_: object) -> None:
@@ -262,12 +262,12 @@ class SessionStore:
     def fork(self, owner: str, session_id: str, num_messages: int | None) -> dict[str, Any]:
         """Make a session that begins with the first `num_messages` messages of this one (None =
         all of them)."""
-        found = self.read(owner, session_id)
-        messages = found["messages"]
+        session = self.read(owner, session_id)
+        messages = session["messages"]
         if num_messages is not None and not 0 <= num_messages <= len(messages):
             message = f"the session has {len(messages)} messages; at must be between 0 and that"
             raise UnprocessableError(message, param="at")
-        return self.create(owner, found["title"], messages[:num_messages])
+        return self.create(owner, session["title"], messages[:num_messages])
 
     def add_turn(
         self,
@@ -323,8 +323,8 @@ class SessionStore:
                 return None
             head, *items = _history(db, response_id)
             num_before = head["num_before"]
-            found = StoredResponse(head["response"], items[:num_before], items[num_before:])
-            return found, _num_bytes(db, response_id)
+            stored = StoredResponse(head["response"], items[:num_before], items[num_before:])
+            return stored, _num_bytes(db, response_id)
 
     def delete_response(self, owner: str, response_id: str) -> None:
         """Delete a stored response, if the owner has it."""
@@ -475,7 +475,7 @@ def _num_bytes(db: sql.Connection, session_id: str) -> int:
 def _add_missing_sizes(db: sql.Connection) -> None:
     """Add sizes for sessions that were made before the table of sizes existed."""
     size = sql.func.length(sql.cast(_messages.c.message, sql.Text))
-    found = (
+    missing = (
         sql.select(
             _sessions.c.id,
             sql.func.count(_messages.c.position),
@@ -485,8 +485,8 @@ def _add_missing_sizes(db: sql.Connection) -> None:
         .where(_sessions.c.id.not_in(sql.select(_sizes.c.session)))
         .group_by(_sessions.c.id)
     )
-    if db.execute(found.limit(1)).first() is not None:  # a database may be read-only
-        db.execute(sql.insert(_sizes).from_select(["session", "messages", "bytes"], found))
+    if db.execute(missing.limit(1)).first() is not None:  # a database may be read-only
+        db.execute(sql.insert(_sizes).from_select(["session", "messages", "bytes"], missing))
 
 
 def is_in_memory(url: str) -> bool:

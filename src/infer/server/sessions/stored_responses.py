@@ -121,7 +121,7 @@ class StoredResponses:
         One that is not stored stays a reference, which is left out and named: a refusal would end
         the conversation for good.
         """
-        found: dict[str, dict[str, Item]] = {}
+        items_of: dict[str, dict[str, Item]] = {}
         made = list[Item]()
         for item in asked:
             name = item.get("id")
@@ -129,10 +129,10 @@ class StoredResponses:
                 made.append(item)
                 continue
             response = f"resp_{name.rpartition('_')[0].partition('_')[2]}"
-            if response not in found:
-                known = len(found) < MAX_REFERENCED
-                found[response] = await self._items_of(http, response) if known else {}
-            made.append(found[response].get(name, item))
+            if response not in items_of:
+                known = len(items_of) < MAX_REFERENCED
+                items_of[response] = await self._items_of(http, response) if known else {}
+            made.append(items_of[response].get(name, item))
         return made
 
     async def _items_of(self, http: HttpRequest, name: str) -> dict[str, Item]:
@@ -152,10 +152,10 @@ class StoredResponses:
     ) -> tuple[StoredResponse, int]:
         owner = tenant_of(http.scope).key.id
         if self._sessions.are_on:
-            found: tuple[StoredResponse, int] | None
-            found = await self._sessions.call_store(owner, "read_response", owner, name)
-            if found is not None:
-                return found
+            stored: tuple[StoredResponse, int] | None
+            stored = await self._sessions.call_store(owner, "read_response", owner, name)
+            if stored is not None:
+                return stored
         raise _not_stored(param)
 
     @takes(refuses=(429,))

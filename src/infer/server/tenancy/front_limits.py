@@ -177,8 +177,8 @@ class FrontLimits(LocalLimits):
                     bucket.size / self._num_fronts, self._clock
                 )
                 share.take((bucket.size - bucket.level()) / self._num_fronts)
-        for each in waiting:
-            each.resolve(None)
+        for pending in waiting:
+            pending.resolve(None)
 
     # ---- the authority
 
@@ -214,7 +214,7 @@ class FrontLimits(LocalLimits):
             self._confirmed,
             self._generation,
             self._version,
-            [each.ask for each in asked],
+            [pending.ask for pending in asked],
             list(changes.values()),
             dict(self._num_open),
         )
@@ -263,12 +263,12 @@ class FrontLimits(LocalLimits):
             self._connect()
         if self._is_connected:
             self._apply(answer)
-        for i, each in enumerate(asked):
+        for i, pending in enumerate(asked):
             verdict = answer.verdicts[i] if i < len(answer.verdicts) else None
-            if verdict is not None and verdict.is_granted and each.ask.num_opened:
-                self._num_open[each.ask.key] += each.ask.num_opened
-            if not each.resolve(verdict):
-                self._release(each.ask, verdict)  # nobody waits for it any more
+            if verdict is not None and verdict.is_granted and pending.ask.num_opened:
+                self._num_open[pending.ask.key] += pending.ask.num_opened
+            if not pending.resolve(verdict):
+                self._release(pending.ask, verdict)  # nobody waits for it any more
         if is_late:
             self._disconnect("the authority is late")
         if self._waiting or not (has_all or self._is_connected):
@@ -282,8 +282,8 @@ class FrontLimits(LocalLimits):
             bucket.take(told.per_minute - told.level)
             self._buckets[told.key, told.bucket] = bucket
         if self._number % _PURGE_EVERY == 0:
-            found = self._buckets.items()
-            self._buckets = {name: each for name, each in found if each.level() < each.size}
+            buckets = self._buckets.items()
+            self._buckets = {name: kept for name, kept in buckets if kept.level() < kept.size}
 
     def _note(self, change: BucketChange) -> None:
         """Tell the authority with the next sync message."""

@@ -30,11 +30,11 @@ class KeyPlaces:
         `max_of_key`: a smaller limit of this key. Raises `HttpError` (429) if the key would have
         more than it may have.
         """
-        own = self._taken.get(owner, 0)
+        num_taken = self._taken.get(owner, 0)
         most = min(self._max_of_key, max_of_key or self._max_of_key)
-        if owner and own and own + num_wanted > most:
+        if owner and num_taken and num_taken + num_wanted > most:
             raise too_many(f"this key may have {most} {self._what}", 1)
-        return bool(owner and not own) or self._taken.total() + num_wanted <= self._max_of_all
+        return bool(owner and not num_taken) or self._taken.total() + num_wanted <= self._max_of_all
 
     def acquire(self, owner: str, num_places: int = 1) -> None:
         """Count places; what has begun may have them without asking."""

@@ -147,13 +147,13 @@ class LimitAuthority:
         self._entries[bucket_id] = _Entry(self._entries.pop(bucket_id).bucket, self._version)
 
     def _levels(self, version: int) -> list[BucketLevel]:
-        found = []
+        levels = []
         for (key, name), entry in reversed(self._entries.items()):
             if entry.version <= version:
                 break
             bucket = entry.bucket
-            found.append(BucketLevel(key, name, int(bucket.size), bucket.level()))
-        return found
+            levels.append(BucketLevel(key, name, int(bucket.size), bucket.level()))
+        return levels
 
     def _purge(self, now_s: float) -> None:
         self._entries = {

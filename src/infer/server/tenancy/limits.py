@@ -283,8 +283,8 @@ class AuthMiddleware:
                 return
             if key is None:  # OpenAI's words, by which LiteLLM recognises it
                 is_sent = "authorization" in headers or "x-api-key" in headers
-                found = "Incorrect" if is_sent else "No"
-                message = f"{found} API key provided; send one that this server knows as"
+                fault = "Incorrect" if is_sent else "No"
+                message = f"{fault} API key provided; send one that this server knows as"
                 message += " `Authorization: Bearer KEY`"
                 error = HttpError(401, message, code="invalid_api_key")
                 await describe(error)(scope, receive, send)

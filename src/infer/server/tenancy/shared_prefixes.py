@@ -41,8 +41,8 @@ class PublicPrefixes:
             with suppress(RequestError):  # not every model has a chat template or system messages
                 system = {"role": "system", "content": text}
                 chats = [[system, {"role": "user", "content": words}] for words in "ab"]
-                one, other = (run_steps(engine.render_chat(chat)) for chat in chats)
-                self._beginnings.append(one[: _num_shared(one, other)])
+                first, other = (run_steps(engine.render_chat(chat)) for chat in chats)
+                self._beginnings.append(first[: _num_shared(first, other)])
 
     def owned(self, requests: Sequence[Request], key: Key, conversation: str = "") -> list[Request]:
         """The requests with the key's tenant, cache scope and number of public tokens.
@@ -50,7 +50,7 @@ class PublicPrefixes:
 
         Choices of one prompt must be adjacent and share the tuple of its tokens.
         """
-        found: list[Request] = []
+        requests_with_prefix: list[Request] = []
         name = _hashed(key, conversation)
         prompt: tuple[int, ...] = ()
         num_public = 0
@@ -59,14 +59,14 @@ class PublicPrefixes:
                 prompt, num_public = request.prompt_token_ids, 0
                 # A request with a scope of its own shares nothing.
                 if key.limits.public_prefixes and not request.cache_scope:
-                    shared = (_num_shared(prompt, each) for each in self._beginnings)
+                    shared = (_num_shared(prompt, beginning) for beginning in self._beginnings)
                     num_public = max(shared, default=0)
             scope = key.cache_scope + request.cache_scope
             owned = replace(
                 request, tenant=key.id, cache_scope=scope, conversation=name, num_public=num_public
             )
-            found.append(owned)
-        return found
+            requests_with_prefix.append(owned)
+        return requests_with_prefix
 
 
 def _hashed(key: Key, conversation: str) -> str:
@@ -77,7 +77,7 @@ def _hashed(key: Key, conversation: str) -> str:
     return blake2b(whole, digest_size=8).hexdigest()
 
 
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+def _num_shared(first: Sequence[int], other: Sequence[int]) -> int:
     """Length of the longest common prefix, in tokens."""
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    pairs = zip(first, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(other)))

@@ -93,7 +93,7 @@ class Page:
         file = self._files.get(name)
         if file is None:
             return describe(HttpError(404, "the page has no such file", code="not_found"))
-        own = {
+        file_headers = {
             "etag": file.etag,
             "cache-control": "no-cache",
             "vary": "accept-encoding" if name != START else "accept, accept-encoding",
@@ -103,13 +103,13 @@ class Page:
             "cross-origin-resource-policy": "same-origin",
         }
         if name == WORKER:
-            own["service-worker-allowed"] = "/"
+            file_headers["service-worker-allowed"] = "/"
         if _has_tag(headers.get("if-none-match", ""), file.etag):
-            return Response(status_code=304, headers=own)
+            return Response(status_code=304, headers=file_headers)
         body = file.body
         if _takes(headers.getlist("accept-encoding"), {"gzip"}):
-            body, own["content-encoding"] = file.compressed, "gzip"
-        return Response(body, headers={**own, "content-type": file.media_type})
+            body, file_headers["content-encoding"] = file.compressed, "gzip"
+        return Response(body, headers={**file_headers, "content-type": file.media_type})
 
 
 def _read(path: Path) -> _File:
@@ -129,7 +129,7 @@ def _has_tag(header: str, etag: str) -> bool:
 def _takes(headers: Iterable[str], names: set[str]) -> bool:
     """Whether a header of the kind of Accept names one of `names`, other than with `q=0`."""
     for part in ",".join(headers).lower().split(","):
-        name, *parameters = (each.strip() for each in part.split(";"))
+        name, *parameters = (word.strip() for word in part.split(";"))
         if name in names:
             return not any(p.replace(" ", "") in ("q=0", "q=0.0", "q=0.00") for p in parameters)
     return False

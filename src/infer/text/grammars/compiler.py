@@ -142,7 +142,7 @@ def _source(grammar: Grammar) -> str:
     elif grammar.kind == "choice":
         if not (choices := json.loads(text)):
             raise ValueError("the list of choices is empty: there is nothing to choose from")
-        lark = "start: " + " | ".join(json.dumps(one) for one in choices)
+        lark = "start: " + " | ".join(json.dumps(choice) for choice in choices)
     elif grammar.kind == "calls":
         lark = grammar.rules
     else:
@@ -159,8 +159,8 @@ def _lark(text: str) -> str:
     if "%llguidance" in text:
         raise ValueError("a grammar cannot set options (%llguidance)")
     lark = str(any_to_lark(text).replace("%llguidance {}\n", ""))
-    if found := _TOKEN_IDS.search(lark):  # also in texts: what is one, llguidance's lexer decides
-        shown = f"{found[0]:.40}"
+    if match := _TOKEN_IDS.search(lark):  # also in texts: what is one, llguidance's lexer decides
+        shown = f"{match[0]:.40}"
         raise ValueError(f"a grammar cannot name tokens by their ids ({shown}); write \\x3c for <")
     return lark
 
@@ -352,8 +352,8 @@ class TokenBytes:
     def containing(self, byte: bytes) -> list[int]:
         """The ids of the tokens in which a byte occurs; each byte is searched for once."""
         if byte not in self._containing:
-            found = [token for token, piece in enumerate(self.pieces) if byte in piece]
-            self._containing[byte] = found
+            tokens = [token for token, piece in enumerate(self.pieces) if byte in piece]
+            self._containing[byte] = tokens
         return self._containing[byte]
 
 

@@ -89,10 +89,10 @@ def is_value_enforceable(value: Any) -> bool:
     recurse."""
     stack = [value]
     while stack:
-        one = stack.pop()
-        if type(one) is int and one < -_LIMIT + 1024:
+        part = stack.pop()
+        if type(part) is int and part < -_LIMIT + 1024:
             return False
-        stack += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        stack += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     return True
 
 

@@ -53,8 +53,8 @@ def schema_depth(schema: Any) -> int:
     """
     if not isinstance(schema, dict | list):
         return 0
-    found = nodes_of(schema)
-    anchors = anchors_in(found)
+    nodes = nodes_of(schema)
+    anchors = anchors_in(nodes)
 
     def next_of(node: Any) -> Iterable[Any]:
         values = node.values() if isinstance(node, dict) else node
@@ -66,7 +66,7 @@ def schema_depth(schema: Any) -> int:
                     yield target
 
     return _longest(
-        found,
+        nodes,
         next_of,
         lambda node: int(isinstance(node, dict) and "$ref" not in node),
         key=id,
@@ -75,14 +75,14 @@ def schema_depth(schema: Any) -> int:
 
 def nodes_of(schema: Any) -> list[Any]:
     """All objects and lists in a schema, itself included."""
-    found: list[Any] = []
+    nodes: list[Any] = []
     stack: list[Any] = [schema]
     while stack:
         node = stack.pop()
-        found.append(node)
+        nodes.append(node)
         children = node.values() if isinstance(node, dict) else node
         stack += [child for child in children if isinstance(child, dict | list)]
-    return found
+    return nodes
 
 
 def anchors_in(nodes: Iterable[Any]) -> dict[str, Any]:

@@ -40,10 +40,10 @@ def leads_back(node: Node, circle_of: Mapping[int, int], circle: int, target: Ta
     """Whether a node, or one that holds for the same value, refers to a schema of `circle`."""
     stack = [node]
     while stack:
-        one = stack.pop()
-        if "$ref" in one and circle_of.get(id(target(one))) == circle:
+        member_node = stack.pop()
+        if "$ref" in member_node and circle_of.get(id(target(member_node))) == circle:
             return True
-        stack += (member for _, _, member in members(one))
+        stack += (member for _, _, member in members(member_node))
     return False
 
 
@@ -63,14 +63,14 @@ def circular(
             continue
         merged.add(id(node))
         stack += (member for _, _, member in members(node))
-        if "$ref" in node and isinstance(found := target(node), dict):
-            stack.append(found)
+        if "$ref" in node and isinstance(referenced := target(node), dict):
+            stack.append(referenced)
 
     def next_of(node: Node) -> list[Node]:
-        found = [one for one in inside(node) if isinstance(one, dict)]
+        following = [schema for schema in inside(node) if isinstance(schema, dict)]
         if id(node) in merged and "$ref" in node and isinstance(aim := target(node), dict):
-            found.append(aim)
-        return found
+            following.append(aim)
+        return following
 
     circle_of = _circles(nodes, next_of)
     back = [n for n in joining if leads_back(n, circle_of, circle_of[id(n)], target)]

@@ -136,8 +136,12 @@ class _Relaxing:
         self._anchors = anchors_in(nodes)
         references = [node["$ref"] for node in nodes if isinstance(node, dict) and "$ref" in node]
         self._has_references = bool(references)
-        self._has_distant_references = not all(str(one).startswith("#") for one in references)
-        self._has_named_references = not all(str(one).startswith("#/") for one in references)
+        self._has_distant_references = not all(
+            str(reference).startswith("#") for reference in references
+        )
+        self._has_named_references = not all(
+            str(reference).startswith("#/") for reference in references
+        )
         self._stack: list[tuple[dict[str, Any], _Path, bool]] = [(root, None, False)]
         self._references: list[tuple[dict[str, Any], _Path]] = []
         self._visited: list[tuple[dict[str, Any], _Path]] = []
@@ -340,9 +344,9 @@ class _Relaxing:
         while verdict is None:
             seen.append(id(node))
             self._loops[id(node)] = True  # if it is met again
-            found = self._target(node) if "$ref" in node else _only_member(node)
-            if isinstance(found, dict):
-                verdict, node = self._loops.get(id(found)), found
+            meant = self._target(node) if "$ref" in node else _only_member(node)
+            if isinstance(meant, dict):
+                verdict, node = self._loops.get(id(meant)), meant
             else:
                 verdict = False
         self._loops |= dict.fromkeys(seen, verdict)
@@ -378,14 +382,14 @@ def _is_plain(node: dict[str, Any]) -> bool:
 
 def _inside(node: dict[str, Any]) -> list[Any]:
     """The schemas within a schema, without those that a `$ref` means."""
-    found = list[Any]()
+    schemas = list[Any]()
     for name in (*_SCHEMA_MAPS, *_SCHEMA_LISTS, *_SCHEMAS):
         inside = node.get(name)
         if isinstance(inside, dict) and name in _SCHEMA_MAPS:
-            found += inside.values()
+            schemas += inside.values()
         else:
-            found += inside if isinstance(inside, list) else [inside]
-    return found
+            schemas += inside if isinstance(inside, list) else [inside]
+    return schemas
 
 
 def _only_member(node: dict[str, Any]) -> Any:

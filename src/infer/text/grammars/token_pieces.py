@@ -70,8 +70,8 @@ def _reader(tokenizer: tokenizers.Tokenizer) -> Callable[[str], bytes | None] | 
     """What gives the bytes of a token that stands for text; its result is None where the token
     cannot be read. By the tokenizer's decoder."""
     decoder = tokenizer.decoder
-    found = json.loads(decoder.__getstate__()) if decoder is not None else {}
-    steps = found.get("decoders", [found])
+    decoder_fields = json.loads(decoder.__getstate__()) if decoder is not None else {}
+    steps = decoder_fields.get("decoders", [decoder_fields])
     kinds = [step.get("type") for step in steps]
     if "ByteLevel" in kinds and "ByteFallback" not in kinds:
         return _of_letters

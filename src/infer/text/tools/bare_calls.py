@@ -176,9 +176,9 @@ class BareCalls:
         return behind is None or behind[0] in _BEHIND
 
 
-def _one_begins_other(one: str, other: str) -> bool:
+def _one_begins_other(first: str, other: str) -> bool:
     """Whether one of the texts is a prefix of the other."""
-    return one.startswith(other) or other.startswith(one)
+    return first.startswith(other) or other.startswith(first)
 
 
 def read_bare(text: str, *, marked: bool = False) -> list[ToolCall] | None:

@@ -91,33 +91,33 @@ class Gathered:
 
     def joined(self) -> Parts:
         """What has gathered, with all texts of a kind as one; nothing has gathered afterwards."""
-        found: dict[str, list[Any]] = {kind: [] for kind in _ORDER}
+        values_of: dict[str, list[Any]] = {kind: [] for kind in _ORDER}
         for i, (kind, values) in enumerate(self._runs):
-            found[kind] += [BREAK, *values] if i in self._resumed else values
+            values_of[kind] += [BREAK, *values] if i in self._resumed else values
         self._forget()
-        return _parts(found)
+        return _parts(values_of)
 
     def in_order(self) -> list[Parts]:
         """What has gathered, divided wherever the order of `_ORDER` would not be that of the
         answer; nothing has gathered afterwards."""
-        made, found, place = list[Parts](), dict[str, list[Any]](), -1
+        made, values_of, place = list[Parts](), dict[str, list[Any]](), -1
         for kind, values in self._runs:
             if _ORDER.index(kind) < place:
-                made.append(_parts(found))
-                found = {}
+                made.append(_parts(values_of))
+                values_of = {}
             place = _ORDER.index(kind)
-            found.setdefault(kind, []).extend(values)
+            values_of.setdefault(kind, []).extend(values)
         self._forget()
-        return [*made, _parts(found)] if found else made
+        return [*made, _parts(values_of)] if values_of else made
 
     def _forget(self) -> None:
         self._runs.clear()
         self._resumed.clear()
 
 
-def _parts(found: Mapping[str, list[Any]]) -> Parts:
-    more, reasoning, content = ("".join(found.get(kind, ())) for kind in _ORDER[:3])
-    calls = (ToolCall(name, "".join(pieces)) for name, pieces in found.get("calls", ()))
+def _parts(values_of: Mapping[str, list[Any]]) -> Parts:
+    more, reasoning, content = ("".join(values_of.get(kind, ())) for kind in _ORDER[:3])
+    calls = (ToolCall(name, "".join(pieces)) for name, pieces in values_of.get("calls", ()))
     return Parts(reasoning, content, tuple(calls), more)
 
 

@@ -130,12 +130,12 @@ class _Writer:
         for name in names:
             start = text.find(name, at)
             body = self._empty_body(text, start + len(name))
-            found = text.find(body, start)
-            if start < 0 or found < 0:
+            body_at = text.find(body, start)
+            if start < 0 or body_at < 0:
                 raise NotExpressibleError
             gaps.append(text[at:start])
-            mids.append(text[start + len(name) : found])
-            at = found + len(body)
+            mids.append(text[start + len(name) : body_at])
+            at = body_at + len(body)
         return CallFrame(tuple(gaps), tuple(mids), text[at:])
 
     def _empty_body(self, text: str, at: int) -> str:
@@ -308,11 +308,11 @@ class _Writer:
         behind = family.written[1].partition("{value}")[2].replace("{key}", key)
         after = family.after.replace("{key}", key)
         marks = {after, family.end, family.key_mark}
-        found = listed_texts(schema)
-        if found is not None and types == {"string"}:
-            if any(mark in text for text in found for mark in marks):
+        texts = listed_texts(schema)
+        if texts is not None and types == {"string"}:
+            if any(mark in text for text in texts for mark in marks):
                 raise NotExpressibleError
-            choices = " | ".join(json.dumps(text) if text else '""' for text in found)
+            choices = " | ".join(json.dumps(text) if text else '""' for text in texts)
             return f"({choices}) {self._literal(behind)}"
         length = text_length(schema, _MAX_LENGTH)
         first, *rest = self._divider.split(behind)

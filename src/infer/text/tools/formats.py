@@ -94,10 +94,8 @@ class Thoughts(NamedTuple):
 
     def are_around(self, word: str, text: str) -> bool:
         """Whether a word in a text stands between the marks."""
-        before, found, after = text.partition(word)
-        return (
-            bool(found) and self.are_opened_by(before) and after.lstrip().startswith(self.closing)
-        )
+        before, mark, after = text.partition(word)
+        return bool(mark) and self.are_opened_by(before) and after.lstrip().startswith(self.closing)
 
 
 HARMONY_THOUGHTS = Thoughts(
@@ -152,7 +150,7 @@ class ToolFormat:
     reads: Parse | None = None
     """Parser of whole answers by which the format of a template is found, where it has no marks of
     calls."""
-    own: Parse | None = None
+    reader: Parse | None = None
     """Parser of calls without marks by which the format of a template is found."""
 
     @property
@@ -249,9 +247,9 @@ BARE = ToolFormat(
     lambda calls: "; ".join(write_json(calls, "parameters")),
     is_bare=True,
     arguments="parameters",
-    own=lambda text: read_json(text, strict=True),
+    reader=lambda text: read_json(text, strict=True),
 )
-PYTHONIC = ToolFormat("pythonic", _TAGGED, write_python, is_bare=True, own=read_python)
+PYTHONIC = ToolFormat("pythonic", _TAGGED, write_python, is_bare=True, reader=read_python)
 MISTRAL = ToolFormat(
     "mistral",
     {
@@ -478,20 +476,22 @@ GENERIC = HERMES
 
 def format_named(name: str) -> ToolFormat:
     """The format of this name; `KeyError` if there is none."""
-    return {each.name: each for each in FORMATS}[name]
+    return {form.name: form for form in FORMATS}[name]
 
 
 def thoughts_named(name: str) -> Thoughts | None:
     """The marks of this name, None for `none`; `KeyError` if there are none of it."""
-    known = {each.name: each for each in (*THOUGHTS, UNOPENED_THOUGHTS)}
+    known = {thoughts.name: thoughts for thoughts in (*THOUGHTS, UNOPENED_THOUGHTS)}
     return {"none": None, **known}[name]
 
 
 def format_between(opening: str, closing: str) -> ToolFormat:
     """The format of calls between these marks: one of the table, or else JSON between them."""
-    known = (each for each in FORMATS if opening in each.openings)
-    if found := next((each for each in known if not closing or closing in each.all_marks), None):
-        return found
+    known = (form for form in FORMATS if opening in form.openings)
+    if form_between := next(
+        (form for form in known if not closing or closing in form.all_marks), None
+    ):
+        return form_between
     return ToolFormat(
         "json-between-marks",
         _enclosed(opening, closing, read_json) if closing else _json_behind(opening),
@@ -506,7 +506,7 @@ def format_that_reads(text: str, calls: Sequence[ToolCall], head: str = "") -> T
     Calls without a mark must follow `head` (white space is ignored), with which an answer without
     calls begins too. Other words before them would be marks of an unknown format.
     """
-    return next((each for each in FORMATS if _reads(each, text, list(calls), head)), None)
+    return next((form for form in FORMATS if _reads(form, text, list(calls), head)), None)
 
 
 def format_marked_in(source: str) -> ToolFormat | None:
@@ -514,18 +514,18 @@ def format_marked_in(source: str) -> ToolFormat | None:
 
     functionary's `>>>` is ignored, since it also occurs in examples of Python.
     """
-    marked = (each for each in FORMATS if not each.prompt_opens)
-    return next((each for each in marked if any(mark in source for mark in each.openings)), None)
+    marked = (form for form in FORMATS if not form.prompt_opens)
+    return next((form for form in marked if any(mark in source for mark in form.openings)), None)
 
 
 def format_with_token(tokens: Collection[str]) -> ToolFormat | None:
     """The format whose mark is one of these tokens, where it is the mark of one format only."""
-    marks = [mark for each in FORMATS for mark in each.openings]
+    marks = [mark for form in FORMATS for mark in form.openings]
     return next(
         (
-            each
-            for each in FORMATS
-            if any(mark in tokens and marks.count(mark) == 1 for mark in each.openings)
+            form
+            for form in FORMATS
+            if any(mark in tokens and marks.count(mark) == 1 for mark in form.openings)
         ),
         None,
     )
@@ -535,37 +535,37 @@ def thoughts_in(source: str) -> Thoughts | None:
     """The marks of reasoning that occur in a template's source; None if there are none."""
     if harmony.CHANNEL in source and harmony.MESSAGE in source and "analysis" in source:
         return HARMONY_THOUGHTS
-    known = (each for each in THOUGHTS if each != HARMONY_THOUGHTS)
-    return next((each for each in known if each.closing in source), None)
+    known = (thoughts for thoughts in THOUGHTS if thoughts != HARMONY_THOUGHTS)
+    return next((thoughts for thoughts in known if thoughts.closing in source), None)
 
 
 def thoughts_around(word: str, text: str) -> Thoughts | None:
     """The marks of reasoning between which a word stands in a text; None if there are none."""
-    return next((each for each in THOUGHTS if each.are_around(word, text)), None)
+    return next((thoughts for thoughts in THOUGHTS if thoughts.are_around(word, text)), None)
 
 
 def _reads(way: ToolFormat, text: str, expected: list[ToolCall], head: str) -> bool:
     for opening, reading in way.openings.items():
-        at, found = text.find(opening), list[ToolCall]()
+        at, read = text.find(opening), list[ToolCall]()
         while at >= 0:
             at += len(opening)
             block = read_block(reading(None), text[at:])
             if block.calls is None:
                 break
-            found += [made_call(*call) or call for call in block.calls]
+            read += [made_call(*call) or call for call in block.calls]
             at = text.find(opening, at + block.size)
-        if found == expected:
+        if read == expected:
             return True
     if way.reads is not None:
         return way.reads(text) == expected
-    if way.own is None:
+    if way.reader is None:
         return False
     starts = (at for at, char in enumerate(text) if char in "{[")
     start = next((at for at in starts if _without_space(text[:at]) == _without_space(head)), None)
     if start is None:
         return False
     after = BracketEnd("\"'").find(text[start:])
-    return after >= 0 and way.own(text[start : start + after]) == expected
+    return after >= 0 and way.reader(text[start : start + after]) == expected
 
 
 def _without_space(text: str) -> str:

@@ -55,10 +55,10 @@ class GemmaText:
         """See `read_tokens`."""
         if self._inside:
             return self._in_string(text, at, end)
-        found = NOT_SPACE.search(text, at)
-        if found is None:
+        match = NOT_SPACE.search(text, at)
+        if match is None:
             return ArgumentPiece(len(text), "", "") if at < len(text) else None
-        at, char = found.start(), found[0]
+        at, char = match.start(), match[0]
         if char in _PUNCTUATION:
             self._depth += (char in "{[") - (char in "}]")
             return ArgumentPiece(at + 1, _PUNCTUATION[char], "" if self._depth > 0 else WHOLE)
@@ -88,10 +88,12 @@ class GemmaText:
     def _in_string(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
         if self._inside == '"':
             return self._in_json_string(text, at)
-        found = text.find("<", at)
-        if found != at:
-            found = len(text) if found < 0 else found
-            return ArgumentPiece(found, in_json(text[at:found]), "") if found > at else None
+        quote_at = text.find("<", at)
+        if quote_at != at:
+            quote_at = len(text) if quote_at < 0 else quote_at
+            return (
+                ArgumentPiece(quote_at, in_json(text[at:quote_at]), "") if quote_at > at else None
+            )
         if text.startswith(self._quote, at):
             self._inside = ""
             return ArgumentPiece(at + len(self._quote), '"', "")
@@ -104,9 +106,9 @@ class GemmaText:
 
     def _in_json_string(self, text: str, at: int) -> ArgumentPiece | None:
         mark = IN_STRING.search(text, at)
-        found = len(text) if mark is None else mark.start()
-        if found > at:
-            return ArgumentPiece(found, text[at:found], "")
+        quote_at = len(text) if mark is None else mark.start()
+        if quote_at > at:
+            return ArgumentPiece(quote_at, text[at:quote_at], "")
         if at == len(text):
             return None
         if text[at] == '"':

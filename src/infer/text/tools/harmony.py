@@ -101,16 +101,16 @@ class HarmonyParser:
         self._name = name
 
     def _body(self, end: bool) -> bool:
-        found = _BODY_END.search(self._held)
-        if found is None:
+        match = _BODY_END.search(self._held)
+        if match is None:
             size = len(self._held) if end else len(self._held) - _num_begun(self._held)
             self._give(self._held[:size])
             self._held = self._held[size:]
             return False
-        self._give(self._held[: found.start()])
+        self._give(self._held[: match.start()])
         self._close()
-        is_end = found[0] in _ENDS
-        self._state, self._held = "head", self._held[found.end() if is_end else found.start() :]
+        is_end = match[0] in _ENDS
+        self._state, self._held = "head", self._held[match.end() if is_end else match.start() :]
         return True
 
     def _give(self, text: str) -> None:

@@ -88,8 +88,8 @@ def read_json(text: str, *, strict: bool = False) -> list[ToolCall] | None:
             value, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError):
             return None
-        for each in value if isinstance(value, list) else [value]:
-            call = _call_of(each, strict)
+        for item in value if isinstance(value, list) else [value]:
+            call = _call_of(item, strict)
             if call is None:
                 return None
             calls.append(call)

@@ -154,10 +154,10 @@ def parse_deepseek(text: str) -> list[ToolCall] | None:
         return None
     calls = list[ToolCall]()
     for piece in pieces:
-        inside, found, after = piece.rpartition(_END)
-        if found and after.strip():
+        inside, mark, after = piece.rpartition(_END)
+        if mark and after.strip():
             return None
-        head, _, rest = (inside if found else piece).partition(_SEP)
+        head, _, rest = (inside if mark else piece).partition(_SEP)
         name, arguments = head.strip(), rest.strip()
         if not arguments.startswith("{"):  # R1 writes the kind, the name and a code block
             name, _, block = arguments.partition("```json")

@@ -39,7 +39,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
         return frozenset()
     given = schema.get("type")
     named = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-    types = frozenset(one for one in named if isinstance(one, str)) & ANY
+    types = frozenset(alternative for alternative in named if isinstance(alternative, str)) & ANY
     if types and schema.get("nullable") is True:
         types |= {"null"}
     if types:
@@ -53,23 +53,26 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     if isinstance(reference, str) and reference.startswith("#/"):
         return _types(_at(root, reference), root, depth + 1)
     for key in ("anyOf", "oneOf", "allOf"):
-        each = schema.get(key)
-        if isinstance(each, list) and each:
-            found = [_types(one, root, depth + 1) for one in each[:_MAX_ALTERNATIVES]]
+        alternatives = schema.get(key)
+        if isinstance(alternatives, list) and alternatives:
+            kinds_of = [
+                _types(alternative, root, depth + 1)
+                for alternative in alternatives[:_MAX_ALTERNATIVES]
+            ]
             if key == "allOf":
-                return frozenset().union(*found)
-            return frozenset().union(*found) if all(found) else frozenset()
+                return frozenset().union(*kinds_of)
+            return frozenset().union(*kinds_of) if all(kinds_of) else frozenset()
     if isinstance(schema.get("properties"), Mapping):
         return frozenset(("object",))
     return frozenset(("array",)) if "items" in schema else frozenset()
 
 
 def _at(root: Mapping[str, Any], reference: str) -> Any:
-    found: Any = root
+    node: Any = root
     for name in reference[2:].split("/")[:_MAX_DEPTH]:
         name = name.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
 
 
 def _type_of(value: Any) -> str:

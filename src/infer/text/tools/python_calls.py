@@ -153,18 +153,18 @@ class PythonText:
 
     def _in_string(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
         quote = self._quote
-        found = _IN_QUOTES[quote].search(text, at)
+        string_end = _IN_QUOTES[quote].search(text, at)
         # Quotes at the end may be the first ones of three.
         sure = len(text) if end or len(quote) == 1 else max(at, len(text) - 2)
-        stop = sure if found is None else found.start()
+        stop = sure if string_end is None else string_end.start()
         if stop > at:
             return ArgumentPiece(stop, in_json(text[at:stop]), "")
-        if found is None:
+        if string_end is None:
             return None
-        if found[0] == quote:
+        if string_end[0] == quote:
             self._quote = ""
             self._expects = "colon" if self._is_key else "comma"
-            return ArgumentPiece(found.end(), '"', "")
+            return ArgumentPiece(string_end.end(), '"', "")
         if len(text) - at < 10 and not end:
             return None
         match = _ESCAPE.match(text, at)
@@ -218,23 +218,23 @@ class _Reader:
 
     def calls(self, alone: bool) -> list[ToolCall] | None:
         """The calls of the whole text; `_NoCallError` if it is not calls."""
-        found = []
+        calls = []
         if alone and not self._text.startswith("["):
             while self._at < len(self._text):
-                found.append(self._call())
+                calls.append(self._call())
                 while self._accept(";"):
                     pass
-            return found or None
+            return calls or None
         self._expect("[")
         while not self._accept("]"):
-            found.append(self._call())
+            calls.append(self._call())
             if not self._accept(","):
                 self._expect("]")
                 break
         self._skip()
         if self._at < len(self._text):
             raise _NoCallError
-        return found or None
+        return calls or None
 
     def _call(self) -> ToolCall:
         self._skip()
@@ -342,9 +342,9 @@ class _Reader:
 
     def _accept(self, char: str) -> bool:
         self._skip()
-        found = self._text.startswith(char, self._at)
-        self._at += found
-        return found
+        is_there = self._text.startswith(char, self._at)
+        self._at += is_there
+        return is_there
 
     def _expect(self, char: str) -> None:
         if not self._accept(char):

@@ -99,7 +99,7 @@ class StreamedCalls:
         if begun is not None:
             return begun
         if self._state == "first":
-            self._is_whole = len(text) >= max(each.max_head_chars for each in self._syntaxes)
+            self._is_whole = len(text) >= max(syntax.max_head_chars for syntax in self._syntaxes)
             return self._whole.read(text, end=end)
         return self._read_element(text, end)
 

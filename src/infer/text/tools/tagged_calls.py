@@ -196,9 +196,11 @@ def write_tagged(family: Family) -> Callable[[Sequence[ToolCall]], str]:
         ]
         if not family.starts:  # each call has marks of its own
             closing = "" if family.end == family.closing else family.closing
-            return gap.join(f"{opening}{each}{closing}" for each in written)
+            return gap.join(f"{opening}{call_text}{closing}" for call_text in written)
         if family.alone:
-            return gap.join(f"{opening}{gap}{each}{gap}{family.closing}" for each in written)
+            return gap.join(
+                f"{opening}{gap}{call_text}{gap}{family.closing}" for call_text in written
+            )
         return f"{opening}{gap}{gap.join(written)}{gap}{family.closing}"
 
     return write
@@ -265,10 +267,10 @@ class TaggedText:
 
     def _between(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
         """Before a parameter, or before the end of the call."""
-        family, found = self._family, NOT_SPACE.search(text, at)
-        if found is None:
+        family, match = self._family, NOT_SPACE.search(text, at)
+        if match is None:
             return ArgumentPiece(len(text), "") if len(text) > at else None
-        at = found.start()
+        at = match.start()
         begun = "{" if self._first else ""
         if self._first and text[at] == "{":
             self._first, self._object = False, ObjectText()
@@ -311,45 +313,45 @@ class TaggedText:
 
     def _in_value(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
         assert self._value is not None
-        found = self._mark.search(text, at)
-        if found is None:
+        match = self._mark.search(text, at)
+        if match is None:
             stop = len(text) if end else at + _sure(text[at:], len(self._tags[0]))
             return ArgumentPiece(stop, self._value.more(text[at:stop]))
-        written = self._value.more(text[at : found.start()])
-        rest = text[found.start() : found.start() + len(self._tags[0])]
+        written = self._value.more(text[at : match.start()])
+        rest = text[match.start() : match.start() + len(self._tags[0])]
         is_begun = not end and any(tag != rest and tag.startswith(rest) for tag in self._tags)
-        ends = None if is_begun else self._ends(text, found, end)
+        ends = None if is_begun else self._ends(text, match, end)
         if ends is None:  # what follows will tell
-            return ArgumentPiece(found.start(), written)
+            return ArgumentPiece(match.start(), written)
         if not ends:
-            stop = found.start() + 1
-            return ArgumentPiece(stop, written + self._value.more(found[0][0]))
+            stop = match.start() + 1
+            return ArgumentPiece(stop, written + self._value.more(match[0][0]))
         written += self._value.close()
         self._value = None
-        size = found.end() if found[0] == self._after else found.start()
+        size = match.end() if match[0] == self._after else match.start()
         return ArgumentPiece(size, written)
 
-    def _ends(self, text: str, found: re.Match[str], end: bool) -> bool | None:
+    def _ends(self, text: str, match: re.Match[str], end: bool) -> bool | None:
         """Whether a tag inside a value ends it; None: further text will tell."""
-        family, mark = self._family, found[0]
+        family, mark = self._family, match[0]
         if mark == self._after:
             follows = (family.key_mark, family.end, family.closing)
-            return _follows(text, found.end(), follows, end)
+            return _follows(text, match.end(), follows, end)
         assert self._value is not None
         if mark == family.key_mark:
             properties = (self._schema or {}).get("properties")
             if not self._value.is_at_line or not isinstance(properties, Mapping):
                 return False
-            key = self._key.match(text, found.start(), found.start() + _MAX_KEY_CHARS)
+            key = self._key.match(text, match.start(), match.start() + _MAX_KEY_CHARS)
             if key is not None:
                 name = key["key"].strip()
                 return name in properties and name not in self._given
-            rest = text[found.start() : found.start() + _MAX_KEY_CHARS]
+            rest = text[match.start() : match.start() + _MAX_KEY_CHARS]
             is_over = end or "\n" in rest or ">" in rest or len(rest) == _MAX_KEY_CHARS
             return False if is_over else None
         if mark == family.closing:  # there is no other end: `after` is missing
-            return _follows(text, found.end(), (*family.openings, ""), end)
-        return self._closes_all(text, found.end(), end)
+            return _follows(text, match.end(), (*family.openings, ""), end)
+        return self._closes_all(text, match.end(), end)
 
     def _closes_all(self, text: str, at: int, end: bool) -> bool | None:
         """Whether the end of a call, behind a value that is not closed, is followed by the mark

@@ -56,10 +56,10 @@ def text_before_calls(
 
 def _ranges(ids: Collection[int]) -> str:
     """Numbers as llguidance writes a set of tokens."""
-    found = list[list[int]]()
-    for each in sorted(ids):
-        if found and found[-1][1] == each - 1:
-            found[-1][1] = each
+    ranges = list[list[int]]()
+    for token_id in sorted(ids):
+        if ranges and ranges[-1][1] == token_id - 1:
+            ranges[-1][1] = token_id
         else:
-            found.append([each, each])
-    return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in found)
+            ranges.append([token_id, token_id])
+    return ",".join(f"{first}-{last}" if first < last else str(first) for first, last in ranges)

@@ -61,7 +61,7 @@ def adapted(
     else:
         turns = _with_named_ids(turns) if style.ids == "named" else turns
         turns = _one_at_a_time(turns) if style.one_at_a_time else turns
-        turns = [each for turn in turns for each in _in_style(turn, style)]
+        turns = [message for turn in turns for message in _in_style(turn, style)]
     if not abilities.takes_results:
         turns = _results_of_the_user(turns)
     turns = rows_joined(turns, abilities.order)
@@ -137,8 +137,8 @@ def _paired(turns: Sequence[Message], *, fills: bool, takes_lone: bool) -> list[
         while at < len(turns) and turns[at].get("role") == "tool":
             results.append(turns[at])
             at += 1
-        own, others, lost = _results_of(calls, results)
-        made += [*own, *(lost if fills and at < len(turns) else ())]
+        matching, others, lost = _results_of(calls, results)
+        made += [*matching, *(lost if fills and at < len(turns) else ())]
         made += others if takes_lone else map(_of_the_user, others)
     return made
 
@@ -153,15 +153,15 @@ def _results_of(
     names = {str(call["id"]): call["function"].get("name") for call in calls}
     given = [str(result.get("tool_call_id")) for result in results]
     free = [call_id for call_id in names if call_id not in given]
-    own, others = list[Message](), list[Message]()
+    matching, others = list[Message](), list[Message]()
     for result, call_id in zip(results, given, strict=True):
         if call_id not in names and free:
             call_id = next((i for i in free if names[i] == result.get("name")), free[0])
             free.remove(call_id)
             result = {**result, "tool_call_id": call_id, "name": names[call_id]}
-        (own if call_id in names else others).append(result)
+        (matching if call_id in names else others).append(result)
     none = {"role": "tool", "content": _NO_RESULT}
-    return own, others, [{**none, "tool_call_id": i, "name": names[i]} for i in free]
+    return matching, others, [{**none, "tool_call_id": i, "name": names[i]} for i in free]
 
 
 def _of_the_user(result: Message) -> Message:
@@ -289,18 +289,20 @@ def _one_at_a_time(turns: Sequence[Message]) -> list[Message]:
         for i, call in enumerate(calls):
             first = {**turn, "tool_calls": [call]}
             made.append(first if i == 0 else {**first, "content": ""})
-            own = [one for one in results if one.get("tool_call_id") == call["id"]]
-            made += own or ([results[i]] if i < len(results) and not _have_ids(results) else [])
+            matching = [result for result in results if result.get("tool_call_id") == call["id"]]
+            made += matching or (
+                [results[i]] if i < len(results) and not _have_ids(results) else []
+            )
         known = {call["id"] for call in calls}
         if _have_ids(results):
-            made += [one for one in results if one.get("tool_call_id") not in known]
+            made += [result for result in results if result.get("tool_call_id") not in known]
         else:
             made += results[len(calls) :]
     return made
 
 
 def _have_ids(results: Sequence[Message]) -> bool:
-    return any("tool_call_id" in one for one in results)
+    return any("tool_call_id" in result for result in results)
 
 
 def _in_style(turn: Message, style: CallStyle) -> list[Message]:
@@ -388,8 +390,10 @@ def _completed(tool: Message) -> Message:
     parameters = function.get("parameters") or {}
     properties = parameters.get("properties")
     described = {
-        name: {"description": "", **each} if isinstance(each, dict) else each
-        for name, each in (properties if isinstance(properties, dict) else {}).items()
+        name: {"description": "", **property_schema}
+        if isinstance(property_schema, dict)
+        else property_schema
+        for name, property_schema in (properties if isinstance(properties, dict) else {}).items()
     }
     filled = {"type": "object", **parameters, "properties": described}
     return {**tool, "function": {"description": "", **function, "parameters": filled}}

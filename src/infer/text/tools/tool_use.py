@@ -75,10 +75,10 @@ def find_tool_use(
     way, how = _format_of(template, abilities, parser, tokens)
     if not how:
         # A template that writes calls in an unknown format is none that its architecture had.
-        named = ((each, source) for source, each in others.items() if each is not None)
-        usable = (found for found in named if abilities.calls is None or found[1] != ARCHITECTURE)
+        named = ((form, source) for source, form in others.items() if form is not None)
+        usable = (pair for pair in named if abilities.calls is None or pair[1] != ARCHITECTURE)
         way, how = next(usable, (way, how))
-    known = ", ".join(each.name for each in FORMATS)
+    known = ", ".join(form.name for form in FORMATS)
     if not shows:
         reason = "the chat template renders no tools, so an instruction describes them"
         how = f"{reason}; {way.name}, {how}"

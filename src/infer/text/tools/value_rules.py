@@ -92,7 +92,7 @@ class ValueRules:
             if key in known:
                 if known.keys() - {key}:
                     raise NotExpressibleError
-                return " | ".join(self.rule(each, depth + 1) for each in known[key])
+                return " | ".join(self.rule(alternative, depth + 1) for alternative in known[key])
         types = known.pop("type", None)
         if types is None:
             raise NotExpressibleError
@@ -209,13 +209,13 @@ def resolved(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str,
             return schema
         if schema.keys() - _NOTES - {"$ref"} or not isinstance(reference, str):
             raise NotExpressibleError
-        found: Any = root
+        node: Any = root
         for name in reference.removeprefix("#/").split("/"):
             name = name.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if not isinstance(found, Mapping):
+            node = node.get(name) if isinstance(node, Mapping) else None
+        if not isinstance(node, Mapping):
             raise NotExpressibleError
-        schema = found
+        schema = node
     raise NotExpressibleError
 
 
@@ -234,8 +234,8 @@ def separated(
     for i in reversed(range(len(members))):
         rule, must = members[i]
         lines.append(f"{prefix}x{i}: {rule}")
-        own = f"{prefix}x{i}"
-        with_own = f"{own} {behind}"
+        name = f"{prefix}x{i}"
+        with_own = f"{name} {behind}"
         alone = with_own if must or not first else f"{with_own} | {first}"
         after = f"{comma} {with_own}" + ("" if must else f" | {behind}")
         lines += [f"{prefix}f{i}: {alone}", f"{prefix}b{i}: {after}"]
@@ -286,5 +286,5 @@ _OF_TEXT = frozenset(("pattern", "format", "minLength", "maxLength", "enum", "co
 
 def escaped(text: str) -> str:
     """A pattern that matches a text."""
-    found = ("\\" + char if char in _SPECIAL else char for char in text)
-    return "".join(found).replace("\n", "\\n")
+    chars = ("\\" + char if char in _SPECIAL else char for char in text)
+    return "".join(chars).replace("\n", "\\n")

@@ -81,11 +81,11 @@ class WrittenNumbers:
         this is returned where a mark is not rendered as a number is."""
         escaped = json.dumps(self._mark)[1:-1]
         mark = f"(?:{re.escape(self._mark)}|{re.escape(escaped)})"
-        found = re.compile(f"([\"']?){mark}([0-9]+){mark}\\1")
-        shown = found.sub(lambda each: self._written[int(each[2])][1], marked)
+        marks = re.compile(f"([\"']?){mark}([0-9]+){mark}\\1")
+        shown = marks.sub(lambda match: self._written[int(match[2])][1], marked)
         if shown != plain:
             return plain
-        return found.sub(lambda each: self._written[int(each[2])][0], marked)
+        return marks.sub(lambda match: self._written[int(match[2])][0], marked)
 
 
 def calls_with_own_forms(turns: Sequence[Message]) -> bool:

@@ -32,7 +32,7 @@ def try_patterns(tokenizer_json: str) -> None:
     Raises `LoadError` if they take too long for short texts, or if the machine has no time to try
     them.
     """
-    if all(_known(found) for found in _PATTERN.findall(tokenizer_json)):
+    if all(_known(pattern) for pattern in _PATTERN.findall(tokenizer_json)):
         return
     workers = UntrustedWorkers("pattern", lambda: tokenizer_json, 1, prepare_cpu_s=LOADING_S)
     try:
@@ -71,7 +71,7 @@ def _encode_texts(tokenizer: Any) -> bool:
     for char in chars:
         for end in ("", "!", "\0", "a1"):
             tokenizer.encode(char * 300 + end)
-    for one in chars:
+    for repeated in chars:
         for other in chars:
-            tokenizer.encode((one + other) * 100 + "\0")
+            tokenizer.encode((repeated + other) * 100 + "\0")
     return True
