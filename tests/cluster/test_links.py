@@ -15,9 +15,9 @@ from infer.replicas.fleet import Fleet
 from infer.replicas.host import MAX_QUEUED_BYTES, ReplicaHost
 from infer.replicas.messages import (
     Commands,
-    ComputingAlone,
     Draining,
     FrameBuffer,
+    IsolatedStep,
     Outward,
     PromptScores,
     Ready,
@@ -190,10 +190,10 @@ def test_fronts_know_at_once_what_is_computed_alone() -> None:
     links = [host.attach(name, lambda: None) for name in ("a", "b")]
     for link in links:
         link.take()
-    replica.alone = "suspect"
-    host.computes_alone(replica)
+    replica.isolated = "suspect"
+    host.computes_isolated(replica)
     for link in links:
-        assert heard(link.take()) == [ComputingAlone("suspect")]
+        assert heard(link.take()) == [IsolatedStep("suspect")]
 
 
 def test_a_front_knows_the_silence_of_an_engine_whose_machine_lives(world: World) -> None:

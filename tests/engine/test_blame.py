@@ -8,8 +8,8 @@ import pytest
 
 from infer import SamplingParams
 from infer.replicas.blame import (
-    MAX_CRASHES_ALONE,
     MAX_FROM_OUTSIDE,
+    MAX_ISOLATED_CRASHES,
     CrashHistory,
     was_from_outside,
 )
@@ -42,11 +42,11 @@ def test_only_a_kill_that_is_not_ours_is_from_outside() -> None:
 def test_who_is_alone_often_enough_is_to_blame(from_outside: bool) -> None:
     history = CrashHistory()
     for _ in range(10):
-        history.record_crash(alone=False)
+        history.record_crash(isolated=False)
         assert not history.is_to_blame(from_outside=from_outside)
-    limit = MAX_FROM_OUTSIDE if from_outside else MAX_CRASHES_ALONE
+    limit = MAX_FROM_OUTSIDE if from_outside else MAX_ISOLATED_CRASHES
     for number in range(1, limit + 1):
-        history.record_crash(alone=True)
+        history.record_crash(isolated=True)
         assert history.is_to_blame(from_outside=from_outside) == (number == limit)
     history.record_token()
     assert not history.is_to_blame(from_outside=from_outside)

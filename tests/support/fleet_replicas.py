@@ -37,7 +37,7 @@ class HashReplica:
 
     def __init__(self, name: str, *, fingerprint: Fingerprint = EQUAL, **settings: Any) -> None:
         self.name, self.fingerprint, self.settings = name, fingerprint, settings
-        self.alone: str | None = None
+        self.isolated: str | None = None
         self.core: EngineCore | None = self._make()
         self.limits = limits_of(self._make())
         self.generation = 0
@@ -55,11 +55,11 @@ class HashReplica:
         self.listener: ReplicaListener | None = None
 
     def _make(self) -> EngineCore:
-        self.alone = None
+        self.isolated = None
         return make_hash_core(announce=self._announce, **self.settings)
 
     def _announce(self, request_id: str | None) -> None:
-        self.alone = request_id
+        self.isolated = request_id
 
     # ---- as a replica
 
@@ -147,7 +147,7 @@ class HashReplica:
         except EngineDies:
             self.die(from_outside=False)
             return
-        self.alone = None
+        self.isolated = None
         self.frames.append((self.generation, outputs, self.core.step_events, self._num_taken))
         if not self.is_cut:
             self.deliver()
@@ -169,9 +169,9 @@ class HashReplica:
         self.num_deaths += 1
         self.core, self.is_cut, self.link_silence_s = None, False, 0.0
         self.commands.clear()
-        alone, self.alone = self.alone, None
+        isolated, self.isolated = self.isolated, None
         if not self.is_abandoned:
-            self.listener.lost(self, self.generation, Loss("it has died", from_outside, alone))
+            self.listener.lost(self, self.generation, Loss("it has died", from_outside, isolated))
 
     def revive(self) -> None:
         """Get another engine."""

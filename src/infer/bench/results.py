@@ -36,10 +36,10 @@ LATENCIES = ("ttft_ms", "itl_ms", "e2e_ms")
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
     """A percentile of one or more values, which are in ascending order."""
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
+    rank = (len(ordered) - 1) * percent / 100
+    low = int(rank)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
 
 def distribution_ms(values_s: Iterable[float]) -> dict[str, float] | None:

@@ -76,8 +76,8 @@ class Batch:
                 " larger capacity, or decode it and clear it",
                 param="capacity",
             )
-        id_, place = _integer("token", token), NO_POSITION
-        if pos is not None and (place := _integer("pos", pos)) < 0:
+        id_, position = _integer("token", token), NO_POSITION
+        if pos is not None and (position := _integer("pos", pos)) < 0:
             raise RequestError(
                 f"pos must be at least 0, or None for the next position, not {pos}", param="pos"
             )
@@ -85,7 +85,7 @@ class Batch:
             members = tuple(sorted({_integer("seq_id", seq_id) for seq_id in seq_ids}))
         else:
             members = (_integer("seq_id", seq_ids),)
-        self.token[index], self.pos[index] = id_, place
+        self.token[index], self.pos[index] = id_, position
         self.seq_id[index], self.logits[index] = members, bool(logits)
         self.num_tokens += 1
         return index

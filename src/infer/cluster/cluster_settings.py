@@ -153,10 +153,10 @@ class AllSettings:
             if key in NOT_IN_A_CLUSTER:
                 raise ConfigError(key, f"has no meaning in a cluster: {NOT_IN_A_CLUSTER[key]}")
             # The first that knows it: some settings of the cluster replace those of the server.
-            place = next((i for i, names in enumerate(specs) if key in names), None)
-            if place is None:
+            index = next((i for i, names in enumerate(specs) if key in names), None)
+            if index is None:
                 raise unknown_setting(key, [name for names in specs for name in names])
-            values[place][key] = _value(specs[place][key], value)
+            values[index][key] = _value(specs[index][key], value)
         cluster, engine, server = values
         if str(cluster.get("fronts", 1)) != "1":
             # A file in the state folder of each front's machine would show each its own sessions.

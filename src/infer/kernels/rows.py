@@ -1,8 +1,8 @@
 """Norms, activations and sums of rows that are not part of a linear layer.
 
 On CPUs and in bfloat16 the compiled library computes them (csrc/rows.cpp), with the same functions
-that it calls in a stack of layers; otherwise torch's operations do. A row's result is the same bits
-in any company in the library.
+that it calls in a stack of layers; otherwise torch's operations do. The library's are
+batch-invariant.
 """
 
 from __future__ import annotations

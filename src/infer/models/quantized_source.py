@@ -236,10 +236,10 @@ class QuantizedFiles:
         }
         tensors: dict[str, dict[str, str]] = {}
         for name in sorted(self._files.names):
-            places = (i for i, char in enumerate(name) if char == ".")
-            for place in places:
-                if name[place + 1 :] in ends:
-                    tensors.setdefault(name[:place], {})[name[place + 1 :]] = name
+            dots = (i for i, char in enumerate(name) if char == ".")
+            for dot in dots:
+                if name[dot + 1 :] in ends:
+                    tensors.setdefault(name[:dot], {})[name[dot + 1 :]] = name
                     break
         return tensors
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from infer.types import ErrorRecord
 
-MAX_CRASHES_ALONE = 1
+MAX_ISOLATED_CRASHES = 1
 """Crashes in a row, of an engine that computed one request alone, for which it is to blame."""
 MAX_FROM_OUTSIDE = 2
 """The same where somebody else on the machine killed the engine."""
@@ -37,18 +37,18 @@ class CrashHistory:
     """The crashes that one request has been in."""
 
     num_crashes: int = 0
-    num_alone: int = 0
+    num_isolated: int = 0
     """Crashes in a row while it was computed alone and had sampled nothing since the one before."""
 
-    def record_crash(self, *, alone: bool) -> None:
-        """The engine has died with it; `alone`: while it computed nothing else."""
+    def record_crash(self, *, isolated: bool) -> None:
+        """The engine has died with it; `isolated`: while it computed nothing else."""
         self.num_crashes += 1
-        self.num_alone += alone
+        self.num_isolated += isolated
 
     def record_token(self) -> None:
         """It has sampled a token: the crashes until now were not its fault."""
-        self.num_alone = 0
+        self.num_isolated = 0
 
     def is_to_blame(self, *, from_outside: bool) -> bool:
         """Whether it is given up after the latest crash."""
-        return self.num_alone >= (MAX_FROM_OUTSIDE if from_outside else MAX_CRASHES_ALONE)
+        return self.num_isolated >= (MAX_FROM_OUTSIDE if from_outside else MAX_ISOLATED_CRASHES)

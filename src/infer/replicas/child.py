@@ -164,7 +164,7 @@ def main(fd: int, parent: int, stacks: int, imports: str = "") -> int:
         blueprint: Blueprint = resolve_name(begin.factory)(begin.settings)
         channel.send(messages.Text(blueprint.model_name, blueprint.files))
         core, limits = blueprint.build(
-            lambda request_id: channel.send(messages.ComputingAlone(request_id))
+            lambda request_id: channel.send(messages.IsolatedStep(request_id))
         )
         if wrap := os.environ.get(WRAP_VARIABLE):
             core = resolve_name(wrap)(core)

@@ -37,8 +37,8 @@ class ReplicaListener(Protocol):
         """The replica will end: it gets nothing new, and what it has not finished after `timeout_s`
         seconds moves to others. Its generation goes on until it is lost or stopped."""
 
-    def computes_alone(self, replica: ReplicaContract) -> None:
-        """`alone` names another request, or none: the replica may vanish with it."""
+    def computes_isolated(self, replica: ReplicaContract) -> None:
+        """`isolated` names another request, or none: the replica may vanish with it."""
 
     def failing(self, replica: ReplicaContract, reason: str) -> None:
         """The engine has not started again several times in a row, as `reason` says for the log.
@@ -112,7 +112,7 @@ class ReplicaContract(Protocol):
         """Seconds since anything has arrived from it; 0 between two generations."""
 
     @property
-    def alone(self) -> str | None:
+    def isolated(self) -> str | None:
         """Id of the request that it computes alone now, because an engine has died with it."""
 
     @property

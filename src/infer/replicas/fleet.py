@@ -330,8 +330,8 @@ class Fleet:
             log.info("%s drains: it has %d requests", replica.name, num)
         self._watch()
 
-    def computes_alone(self, replica: ReplicaContract) -> None:
-        """See `ReplicaListener`: `alone` is asked for when it is needed."""
+    def computes_isolated(self, replica: ReplicaContract) -> None:
+        """See `ReplicaListener`: `isolated` is asked for when it is needed."""
 
     def failing(self, replica: ReplicaContract, reason: str) -> None:
         """See `ReplicaListener`."""
@@ -412,9 +412,11 @@ class Fleet:
         log.error("%s%s with %d requests unfinished", where, loss.reason, count)
         generation.slot.generation = None
         self._router.forget(generation.load)
-        ends = self._journal.crashed(loss.alone, from_outside=loss.from_outside, holder=generation)
+        ends = self._journal.crashed(
+            loss.isolated, from_outside=loss.from_outside, holder=generation
+        )
         if ends:
-            log.error("request %s is to blame and is given up", loss.alone)
+            log.error("request %s is to blame and is given up", loss.isolated)
             self._deliver(ends, None)
         return ends
 
@@ -551,7 +553,7 @@ class Fleet:
         if not any(self._is_serving(other) and other.drain_ends_s is None for other in others):
             return
         reason = f"silent for {replica.link_silence_s:.1f} s"
-        self._crash(generation, Loss(reason, from_outside=True, alone=replica.alone))
+        self._crash(generation, Loss(reason, from_outside=True, isolated=replica.isolated))
         replica.abandon(generation.number)
 
 

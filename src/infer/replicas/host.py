@@ -15,13 +15,13 @@ from infer.engine.commands import Abort, Add, Command, FollowPages, Reset, Stop
 from infer.replicas.contract import ReplicaContract
 from infer.replicas.messages import (
     Commands,
-    ComputingAlone,
     Draining,
     EngineHealth,
     Event,
     Failing,
     FrameBuffer,
     Heartbeat,
+    IsolatedStep,
     Loss,
     Ready,
     decode_inward,
@@ -271,11 +271,11 @@ class ReplicaHost:
         """See `ReplicaListener`."""
         self.drain(timeout_s)
 
-    def computes_alone(self, replica: ReplicaContract) -> None:
+    def computes_isolated(self, replica: ReplicaContract) -> None:
         """See `ReplicaListener`: this machine may vanish with it."""
         with self._lock:
             for link in self._links.values():
-                link.put(ComputingAlone(replica.alone))
+                link.put(IsolatedStep(replica.isolated))
 
     def failing(self, replica: ReplicaContract, reason: str) -> None:
         """See `ReplicaListener`."""

@@ -111,7 +111,7 @@ class RequestJournal:
             wanted.append(output)
             if output.token_id is not None:
                 entry.token_ids.append(output.token_id)
-                if entry.crashes.num_alone:
+                if entry.crashes.num_isolated:
                     entry.crashes.record_token()
             if output.finish_reason is not None:
                 self.drop(output.request_id)
@@ -122,18 +122,18 @@ class RequestJournal:
         return len(self._of(holder))
 
     def crashed(
-        self, alone: str | None, *, from_outside: bool, holder: object = None
+        self, isolated: str | None, *, from_outside: bool, holder: object = None
     ) -> list[StepOutput]:
         """A holder died with all its requests, which wait for another one now; returns the end of
         the one that is to blame, if any.
 
-        `alone`: id of the request that was being computed alone, if one was. `from_outside`:
+        `isolated`: id of the request that was being computed alone, if one was. `from_outside`:
         somebody else on the machine ended the engine.
         """
         ends = []
         for request_id, entry in list(self._of(holder).items()):
-            entry.crashes.record_crash(alone=request_id == alone)
-            if request_id == alone and entry.crashes.is_to_blame(from_outside=from_outside):
+            entry.crashes.record_crash(isolated=request_id == isolated)
+            if request_id == isolated and entry.crashes.is_to_blame(from_outside=from_outside):
                 ends.append(self.end(request_id, GIVEN_UP))
         self.release(holder)
         return ends

@@ -6,7 +6,7 @@ records below. Text that is no valid Unicode, as the path of a file may be, is c
 settings as it is, and made readable anywhere else.
 
 Outward, a generation of the engine begins with `Ready`: it takes requests and has none. Then come
-one `Report` a step, `PromptScores` before it, and `ComputingAlone`; all that comes until the next
+one `Report` a step, `PromptScores` before it, and `IsolatedStep`; all that comes until the next
 `Ready` is of this generation. It ends with `Loss`, or when the other side says `Reset`. A
 `Heartbeat` comes every `HEARTBEAT_S`, whatever a step is doing. Inward, `Commands` name their
 generation. At the end of a link, where generations also end by themselves, those of another one are
@@ -210,7 +210,7 @@ class ScoreCollector:
         ]
 
 
-class ComputingAlone(msgspec.Struct, array_like=True, tag="alone"):
+class IsolatedStep(msgspec.Struct, array_like=True, tag="alone"):
     """The engine computes a request alone next, because an engine has died with it."""
 
     request_id: str | None
@@ -245,7 +245,7 @@ class Loss(msgspec.Struct, array_like=True, tag="lost"):
     from_outside: bool
     """Whether the engine may have been ended by something else than its requests: by a signal from
     outside, or with its machine."""
-    alone: str | None = None
+    isolated: str | None = None
     """Id of the request that the engine computed alone, if any; `Replica` knows it."""
 
 
@@ -281,7 +281,7 @@ class Description(msgspec.Struct, array_like=True):
 
 Starting = HasBegun | Text | Refused
 """What a process says once, before its first `Ready`."""
-Event = Ready | Report | PromptScores | ComputingAlone | Loss | Draining | Failing
+Event = Ready | Report | PromptScores | IsolatedStep | Loss | Draining | Failing
 """What happens to an engine that has started."""
 Inward = Prepare | Begin | Commands | Heartbeat
 Outward = Starting | Event | Log | Heartbeat

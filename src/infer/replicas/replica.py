@@ -81,7 +81,7 @@ class Replica:
         """Whether that has not been lost, and whether the fleet has ended it."""
         self._heard_s = self._reported_s = time.monotonic()
         """When something has come, and when the engine has reported."""
-        self._alone: str | None = None
+        self._isolated: str | None = None
         self._num_sent = self._num_applied = 0
         self._is_working = self._has_future = True
         """Whether the engine works, and whether it does or is being started; as far as is known."""
@@ -136,9 +136,9 @@ class Replica:
         return time.monotonic() - self._heard_s if self._has_engine else 0.0
 
     @property
-    def alone(self) -> str | None:
+    def isolated(self) -> str | None:
         """See `ReplicaContract`."""
-        return self._alone
+        return self._isolated
 
     @property
     def num_sent(self) -> int:
@@ -233,7 +233,7 @@ class Replica:
             case messages.Report():
                 self._heard_s = self._reported_s = now_s
                 has_obeyed = event.num_applied != self._num_applied
-                self._alone, self._num_applied = None, event.num_applied
+                self._isolated, self._num_applied = None, event.num_applied
                 outputs = self._scores.complete(event.outputs) if event.outputs else []
                 if self._is_present and (outputs or event.step_events or has_obeyed):
                     listener.reported(self, self._generation, outputs, event.step_events)
@@ -242,10 +242,10 @@ class Replica:
             case messages.PromptScores():
                 self._heard_s = self._reported_s = now_s
                 self._scores.add(event)
-            case messages.ComputingAlone():
+            case messages.IsolatedStep():
                 self._heard_s = self._reported_s = now_s
-                self._alone = event.request_id
-                listener.computes_alone(self)
+                self._isolated = event.request_id
+                listener.computes_isolated(self)
             case messages.Ready():
                 self._begin(listener, event)
             case messages.Loss():
@@ -280,7 +280,7 @@ class Replica:
             self._fingerprint = ready.fingerprint
             self._num_sent = self._num_applied = 0
             self._heard_s = self._reported_s = time.monotonic()
-            self._alone, self._is_working, self._has_future = None, True, True
+            self._isolated, self._is_working, self._has_future = None, True, True
         num_requests = listener.ready(self, ready.generation)
         if not is_first:
             log.info("%s is back and has %d requests", self.name, num_requests)
@@ -289,7 +289,7 @@ class Replica:
         """The present generation has ended, if there is one."""
         with self._lock:
             had_engine, self._has_engine = self._has_engine, False
-        loss, self._alone = msgspec.structs.replace(loss, alone=self._alone), None
+        loss, self._isolated = msgspec.structs.replace(loss, isolated=self._isolated), None
         if had_engine and self._is_abandoned:
             log.error("%s: %s", self.name, loss.reason)
         elif had_engine and listener.lost(self, self._generation, loss):

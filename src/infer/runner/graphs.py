@@ -42,8 +42,8 @@ def step_sizes(max_tokens: int, max_sequences: int) -> list[int]:
 
 def padded(count: int, sizes: tuple[int, ...]) -> int | None:
     """The smallest of the sorted `sizes` that is at least `count`; None if there is none."""
-    place = bisect_left(sizes, count)
-    return sizes[place] if place < len(sizes) else None
+    index = bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else None
 
 
 class Graphs:

@@ -145,24 +145,24 @@ class StepWriter:
         tokens += part
 
     def _update(self, row: int, pages: list[int], updates: tuple[list[int], list[int]]) -> None:
-        places, values = self._rows.changes(row, pages)
-        updates[0].extend(places)
+        indices, values = self._rows.changes(row, pages)
+        updates[0].extend(indices)
         updates[1].extend(values)
 
     def _write_updates(
         self, updates: tuple[list[int], list[int]], layout: StepLayout, host: Host
     ) -> None:
-        places, pages = updates
-        if len(places) > layout.num_updates:
+        indices, pages = updates
+        if len(indices) > layout.num_updates:
             # Many long prompts at once have more updates than the buffer has room for. A separate
             # copy writes them; the device executes it before the step.
             tables = self._rows.tables
-            at = torch.tensor(places, dtype=torch.int64).to(tables.device)
+            at = torch.tensor(indices, dtype=torch.int64).to(tables.device)
             values = torch.tensor(pages, dtype=torch.int32).to(tables.device)
             tables.view(-1).index_copy_(0, at, values)
-            places, pages = [], []
-        host["num_updates"][0] = len(places)
-        host["places"][: len(places)] = places
+            indices, pages = [], []
+        host["num_updates"][0] = len(indices)
+        host["places"][: len(indices)] = indices
         host["pages"][: len(pages)] = pages
 
     def _write_items(
@@ -186,16 +186,16 @@ def _pad_tokens(host: Host, count: int) -> None:
     host["slots"][count:] = -1
 
 
-def _copy(columns: Host, host: Host, count: int) -> None:
-    """Fill the columns of the first `count` sampled rows; the padding rows become greedy."""
-    for name, values in columns.items():
+def _copy(indices: Host, host: Host, count: int) -> None:
+    """Fill the indices of the first `count` sampled rows; the padding rows become greedy."""
+    for name, values in indices.items():
         host[name][:count] = values
     host["temperatures"][count:] = 0
     host["narrowed"][count:] = 0
 
 
 def sampling_columns(sampling: Seq[SamplerRow], vocab_size: int) -> Host:
-    """The columns that depend on the sequences' sampling parameters, as `kernels.cuda.draw` takes
+    """The indices that depend on the sequences' sampling parameters, as `kernels.cuda.draw` takes
     them."""
     params = [sequence.request.sampling for sequence in sampling]
     seeds = [sequence.request.seed & _MASK64 for sequence in sampling]

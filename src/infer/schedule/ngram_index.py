@@ -50,11 +50,11 @@ class NgramIndex:
 
         A place near the end is taken as the beginning of a repetition.
         """
-        place = self.find(tokens, tokens)
-        if not place:
+        start = self.find(tokens, tokens)
+        if not start:
             return ()
-        period = len(tokens) - place
-        return tuple([tokens[place + i % period] for i in range(count)])
+        period = len(tokens) - start
+        return tuple([tokens[start + i % period] for i in range(count)])
 
     def find(self, text: Seq[int], tokens: Seq[int]) -> int:
         """End of the latest of the places in `text`, which was read, with the longest match with
@@ -62,19 +62,19 @@ class NgramIndex:
         num, least = len(tokens), self._least
         if num < least:
             return 0
-        place = self._latest.get(hash(tuple(tokens[num - least :])), 0)
+        start = self._latest.get(hash(tuple(tokens[num - least :])), 0)
         best, best_length = 0, least - 1
         for _ in range(MAX_CANDIDATES):
-            if not place:
+            if not start:
                 break
-            length, limit = 0, min(self._most, place, num)
-            while length < limit and text[place - 1 - length] == tokens[num - 1 - length]:
+            length, limit = 0, min(self._most, start, num)
+            while length < limit and text[start - 1 - length] == tokens[num - 1 - length]:
                 length += 1
             if length > best_length:
-                best, best_length = place, length
+                best, best_length = start, length
                 if length == self._most:
                     break
-            place = self._earlier[place]
+            start = self._earlier[start]
         return best
 
 
@@ -101,10 +101,10 @@ class Prediction:
             return ()
         if num_output < self._least:
             output = tuple(tokens[len(tokens) - num_output :])
-            place = num_output if text[:num_output] == output else 0
+            start = num_output if text[:num_output] == output else 0
         else:
-            place = self._index.find(text, tokens)
-        return text[place : place + count] if place else ()
+            start = self._index.find(text, tokens)
+        return text[start : start + count] if start else ()
 
     def record(self, num_proposed: int, num_kept: int) -> None:
         """Count proposed tokens, of which the answer has got `num_kept`."""

@@ -106,9 +106,9 @@ class Seats:
         num_waiting, num_running = len(self.waiting), len(self.running)
         num_open = self.admission.num_open(self.clock(), num_waiting, num_running, flush)
         events = self._state.pending_events
-        place = len(events)
+        index = len(events)
         if (event := self.admission.fill(self, num_open)) is not None:
-            events.insert(place, event)
+            events.insert(index, event)
             self._state.stats.count_formed(event)
 
     def free_seat(self, sequence: Sequence) -> bool:

@@ -91,13 +91,13 @@ class WaitingQueue:
 
     def _event(self, sequence: Sequence, num_running: int) -> Queued | Resumed:
         waiting = self.sequences
-        place = bisect(waiting, sequence.rank, key=rank_of)
-        before = tuple(s.request_id for s in waiting[max(0, place - MAX_NAMED) : place])
+        index = bisect(waiting, sequence.rank, key=rank_of)
+        before = tuple(s.request_id for s in waiting[max(0, index - MAX_NAMED) : index])
         request = sequence.request
         if request.num_crashes or request.output_token_ids:
             other_bits = request.has_other_bits
-            return Resumed(sequence.request_id, place, num_running, before, other_bits)
-        return Queued(sequence.request_id, place, num_running, before)
+            return Resumed(sequence.request_id, index, num_running, before, other_bits)
+        return Queued(sequence.request_id, index, num_running, before)
 
     def put_back(self, sequence: Sequence) -> None:
         """Have a sequence that has lost its seat wait again."""

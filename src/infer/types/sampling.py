@@ -88,7 +88,7 @@ class Sampling:
     Order of application: logit bias and penalties, what is not allowed, temperature, top-k, top-p
     and min-p, draw.
     Log-probabilities are those of the model's raw logits. The draw is a pure function of the seed
-    and the token's position, so a seeded request gives the same text in any company.
+    and the token's position, so a seeded request gives the same text in any batch.
 
     Callers construct `SamplingParams`; a message boundary decodes this class. Both raise
     `RequestError` for a value of the wrong type and `UnprocessableError` for one out of range.

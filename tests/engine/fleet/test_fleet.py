@@ -103,7 +103,7 @@ class Fleets(RuleBasedStateMachine):
     def die_alone(self, which: int, name: int) -> None:
         """The engine dies while it computes one request, which it may have."""
         replica = self.replicas[which % len(self.replicas)]
-        replica.alone = f"r{name}"
+        replica.isolated = f"r{name}"
         self._note_alone(replica)
         replica.die(from_outside=True)
 
@@ -166,8 +166,8 @@ class Fleets(RuleBasedStateMachine):
         replica.deliver()  # it comes too late
 
     def _note_alone(self, replica: HashReplica) -> None:
-        if replica.alone is not None:
-            self.were_alone.add(replica.alone)
+        if replica.isolated is not None:
+            self.were_alone.add(replica.isolated)
 
     def teardown(self) -> None:
         if not hasattr(self, "fleet"):
@@ -657,6 +657,6 @@ def test_a_loss_of_an_unknown_life_changes_nothing() -> None:
     (a,) = of("a")
     fleet, caller = started(a)
     fleet.add(request("r"))
-    assert not fleet.lost(a, 7, Loss("a mistake", from_outside=False, alone="r"))
+    assert not fleet.lost(a, 7, Loss("a mistake", from_outside=False, isolated="r"))
     finish(fleet, caller, [request("r")])
     fleet.stop()

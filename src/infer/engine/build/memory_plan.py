@@ -540,10 +540,10 @@ def count_weights(
         """The size in bytes of weights in blocks; None if they are not."""
         if blocks is None:
             return None
-        places = {name: rows(name) for name in weights}
+        rows_of = {name: rows(name) for name in weights}
         stored = {
             place.name: (place.total or weights[name][0], weights[name][1])
-            for name, place in places.items()
+            for name, place in rows_of.items()
         }
         forms = blocks(stored, gated and len(stored) > 1)
         if not forms:

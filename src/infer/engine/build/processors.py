@@ -78,7 +78,7 @@ class Processors:
         for core in fast:
             counts[_place(core, numa)] += 1
             free[_place(core, numa)] += not is_taken(core, taken)
-        best = min(counts, key=lambda place: (-free[place], -counts[place], place))
+        best = min(counts, key=lambda node: (-free[node], -counts[node], node))
         return tuple(core for core in fast if _place(core, numa) == best)
 
     def slow_beside(self, cores: Collection[Core]) -> tuple[Core, ...]:

@@ -140,8 +140,8 @@ def _parse_slowly(text: str) -> Any:
         if _SURROGATE_ESCAPE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
-        _refuse(f"the body is not valid JSON: {error.msg} ({place})")
+        where = f"line {error.lineno}, column {error.colno}"
+        _refuse(f"the body is not valid JSON: {error.msg} ({where})")
     except UnicodeEncodeError:
         _refuse("a string holds half of a surrogate pair (\\ud800 to \\udfff)")
     return value

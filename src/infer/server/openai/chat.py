@@ -358,9 +358,9 @@ def _checked(engine: AsyncLLM, wire: ChatBody, sampling: SamplingParams) -> Step
                 )
             except RequestError as own:
                 has_text = TEXT_GRAMMAR in tool["function"]
-                place = f"tools[{i}].{'format' if has_text else 'function.parameters'}"
+                where = f"tools[{i}].{'format' if has_text else 'function.parameters'}"
                 message = own.message.partition(": ")[2] or own.message
-                raise type(own)(f"{place}: {message}", param=place, code=own.code) from None
+                raise type(own)(f"{where}: {message}", param=where, code=own.code) from None
         raise
 
 

@@ -111,11 +111,11 @@ def _of_object(parameters: dict[str, Any]) -> tuple[dict[str, Any], tuple[Droppe
 
 def _named(dropped: Sequence[DroppedKeywords], path: str, *, is_strict: bool) -> tuple[str, ...]:
     if dropped and is_strict:
-        place, keyword = path + dropped[0].path, dropped[0].keyword
+        where, keyword = path + dropped[0].path, dropped[0].keyword
         raise RequestError(
-            f"{place}: {keyword} cannot be enforced, and strict is true; leave it out, or send"
+            f"{where}: {keyword} cannot be enforced, and strict is true; leave it out, or send"
             " strict: false to have it ignored",
-            param=place,
+            param=where,
             code="invalid_json_schema",
         )
     return tuple(

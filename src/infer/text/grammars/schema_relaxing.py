@@ -314,7 +314,7 @@ class _Relaxing:
     def _open_circle(
         self, node: dict[str, Any], path: _Path, circle_of: Mapping[int, int], turn: str
     ) -> None:
-        kept, place = "$ref", 0
+        kept, index = "$ref", 0
         if "$ref" not in node:
             circle = circle_of[id(node)]
             referring = (
@@ -322,14 +322,14 @@ class _Relaxing:
                 for name, i, member in members(node)
                 if leads_back(member, circle_of, circle, self._target)
             )
-            kept, place = next(referring, ("allOf", 0))
+            kept, index = next(referring, ("allOf", 0))
         is_due = turn == "lists" or (turn == "references" and kept == "$ref")
         for name in asserted(node):
             is_note = name not in _SAYING
             if is_note or (name != kept and is_due):
                 self._drop(node, path, name, silently=is_note)
         if is_due and kept == "allOf":
-            self._keep_member(node, path, place)
+            self._keep_member(node, path, index)
 
     def _keep_member(self, node: dict[str, Any], path: _Path, kept: int) -> None:
         for i in range(len(node["allOf"])):
