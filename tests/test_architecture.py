@@ -180,6 +180,12 @@ COMPOSITION_ROOTS = ("engine.build.assemble", "engine.build.runner_factory", "ce
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 FORBIDDEN_VARIABLES = {"each", "found", "it", "one", "own"}
 MAX_FUNCTION_LINES = 60
+SCHEDULER_PARTS = {
+    f"schedule.{part}"
+    for part in ("scheduler", "waiting_queue", "seats", "step_planner", "committer")
+}
+MAX_PART_LINES = 200
+"""The most lines of each of the scheduler's parts."""
 TRITON = "kernels.cuda"
 """Its kernels cannot be cut into functions freely, and are named as those of the CPU."""
 
@@ -381,9 +387,12 @@ def state_problems(root: Path) -> list[str]:
 
 
 def size_problems(root: Path) -> list[str]:
-    """Functions of more than 60 lines."""
+    """Functions of more than 60 lines, and parts of the scheduler of more than 200."""
     problems = []
-    for name, _, tree in modules(root):
+    for name, path, tree in modules(root):
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        if name in SCHEDULER_PARTS and lines > MAX_PART_LINES:
+            problems.append(f"{name} has {lines} lines")
         for node in nodes(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -487,6 +496,7 @@ BREAKS = [
     (state_problems, "runner/x.py", "cache = {}"),
     (state_problems, "runner/x.py", "def f():\n    global cache\n    cache = 1"),
     (size_problems, "runner/x.py", "def f():\n" + "    x = 1\n" * 60),
+    (size_problems, "schedule/seats.py", "x = 1\n" * 201),
     (constructor_problems, "runner/x.py", SERVICE + "def f(a):\n    a.observer = 1"),
     (constructor_problems, "runner/x.py", "def f(a):\n    object.__setattr__(a, 'b', 1)"),
 ]

@@ -119,16 +119,16 @@ def accepts_everything(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_one_computed_too_many(patch: pytest.MonkeyPatch) -> None:
-    settle = Committer._settle_proposals
+    settle = Speculator.settle
 
-    def settled(self: Committer, advanced: Any, num_accepted: int, num_kept: int) -> None:
+    def settled(self: Speculator, advanced: Any, num_accepted: int, num_kept: int) -> None:
         settle(self, advanced, num_accepted, num_kept)
         sequence = advanced.chunk.sequence
         rejected = num_accepted < len(advanced.chunk.proposed)
         if rejected and sequence.num_computed == len(sequence.tokens) - 1:
             sequence.tokens[-1:] = [advanced.chunk.proposed[num_accepted]]
 
-    patch.setattr(Committer, "_settle_proposals", settled)
+    patch.setattr(Speculator, "settle", settled)
 
 
 def keeps_the_pages(patch: pytest.MonkeyPatch) -> None:

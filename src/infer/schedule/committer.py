@@ -131,15 +131,9 @@ class Committer:
         reason = self._finish_reason(sequence, result, num_output)
         if reason is not None:
             del sequence.tokens[end + 1 :]
-        return StepOutput(
-            sequence.request.request_id,
-            result.token_id,
-            reason,
-            result.logprobs,
-            sequence.num_cached,
-            None,
-            sequence.prompt_logprobs() if num_output == 1 else None,
-        )
+        scores = sequence.prompt_logprobs() if num_output == 1 else None
+        name, token_id, num_cached = sequence.request_id, result.token_id, sequence.num_cached
+        return StepOutput(name, token_id, reason, result.logprobs, num_cached, None, scores)
 
     def _append(self, advanced: Advanced, result: Sampled) -> list[StepOutput]:
         """Append the token of a chunk, then those that were sampled as proposed, until one ends the
@@ -152,33 +146,16 @@ class Committer:
             sequence.tokens.append(PENDING)
             outputs.append(self._append_token(sequence, end, following))
         if advanced.chunk.proposed:
-            self._settle_proposals(advanced, len(result.following), len(outputs) - 1)
+            assert self._speculator is not None
+            self._speculator.settle(advanced, len(result.following), len(outputs) - 1)
         assert sequence.guesses is not None
         if text := sequence.guesses.prediction:
-            counts = (text.num_accepted, text.num_rejected)
-            outputs[-1] = outputs[-1]._replace(num_predicted=counts)
+            outputs[-1] = outputs[-1]._replace(num_predicted=(text.num_accepted, text.num_rejected))
         if (reason := outputs[-1].finish_reason) is not None:
             self._finish(sequence, reason)
         elif error is not None:
             outputs.append(self.end(sequence, FinishReason.ERROR, error))
         return outputs
-
-    def _settle_proposals(self, advanced: Advanced, num_accepted: int, num_kept: int) -> None:
-        """Count the proposed tokens that the sequence got as computed. The cells of the others are
-        written again, or given back.
-
-        `num_accepted`: tokens that were sampled as proposed; `num_kept`: those before the end."""
-        sequence, allocator = advanced.chunk.sequence, self._allocator
-        self._stats.num_computed_tokens += num_kept
-        sequence.tenant_share.num_tokens += num_kept
-        if sequence.num_preemptions == advanced.num_preemptions:
-            if allocator.keeps_computed:
-                sequence.num_computed = end = advanced.end + num_kept
-                if (sequence.table.num_indexed + 1) * allocator.page_size <= end:
-                    allocator.commit(sequence.table, sequence.tokens, end)
-            allocator.shrink(sequence.table, len(sequence.tokens))
-        assert self._speculator is not None
-        self._speculator.learn(advanced.chunk, num_accepted, num_kept)
 
     @staticmethod
     def _finish_reason(sequence: Sequence, result: Sampled, num_output: int) -> FinishReason | None:

@@ -39,8 +39,7 @@ class Scheduler:
     So every sequence is served eventually. Between tenants, `schedule.fair_share` decides about
     seats and tokens by the number of tokens that each tenant has been given.
 
-    Called by `engine.core` only. It knows no tensors, no text and no threads; its clock is
-    injected.
+    Called by `engine.core` only. It knows no tensors, text, threads or time: its clock is given.
     """
 
     def __init__(
@@ -63,8 +62,7 @@ class Scheduler:
         self._num_arrived = 0
         self._step_budget = StepBudget(config.max_step_ms) if config.max_step_ms else None
         self._speculator: Speculator | None = None
-        if config.speculative:
-            settings = config.speculative
+        if settings := config.speculative:
             self._speculator = Speculator(settings, allocator, state.stats, allowed, drafter)
         self._queue = WaitingQueue(state)
         self._seats = Seats(state, self._queue, self._forget)
@@ -155,8 +153,7 @@ class Scheduler:
         return tuple(self._speculator.extend(plan, num_left))
 
     def wait_s(self) -> float | None:
-        """Seconds until a step may do something without a further event; None if only an event can
-        change anything."""
+        """Seconds until a step may do something without an event; None: never."""
         opens_at_s = self._seats.admission.opens_at_s()
         return None if opens_at_s is None else max(0.0, opens_at_s - self.clock())
 

@@ -258,12 +258,25 @@ class Speculator:
         if self._drafter is not None:
             self._drafter.release(sequence.request_id)
 
-    def learn(self, chunk: Chunk, num_accepted: int, num_kept: int) -> None:
-        """Learn from a verified proposal.
+    def settle(self, advanced: Advanced, num_accepted: int, num_kept: int) -> None:
+        """Count the proposed tokens that the sequence got as computed, and learn from them. The
+        cells of the others are written again, or given back.
 
         `num_accepted`: tokens that were sampled as proposed; `num_kept`: those of them that the
         sequence got before it ended.
         """
+        sequence, allocator = advanced.chunk.sequence, self._allocator
+        self._stats.num_computed_tokens += num_kept
+        sequence.tenant_share.num_tokens += num_kept
+        if sequence.num_preemptions == advanced.num_preemptions:
+            if allocator.keeps_computed:
+                sequence.num_computed = end = advanced.end + num_kept
+                if (sequence.table.num_indexed + 1) * allocator.page_size <= end:
+                    allocator.commit(sequence.table, sequence.tokens, end)
+            allocator.shrink(sequence.table, len(sequence.tokens))
+        self._learn(advanced.chunk, num_accepted, num_kept)
+
+    def _learn(self, chunk: Chunk, num_accepted: int, num_kept: int) -> None:
         guesses, num_proposed, stats = chunk.sequence.guesses, len(chunk.proposed), self._stats
         if guesses is not None:
             guesses.record(num_proposed, num_accepted, num_kept)
