@@ -25,7 +25,7 @@ from infer.attention.cpu import NativeBackend
 from infer.attention.layout import AttentionBackend, BatchLayout
 from infer.attention.sdpa import SDPABackend
 from infer.kernels import loader
-from infer.kernels.linear import Norm
+from infer.kernels.linear.fusion import Norm
 from infer.kernels.rotary import HeadNorms, QKRotation
 
 PAGE = 16

@@ -24,13 +24,10 @@ from torch import Tensor
 
 from infer.kernels import loader
 from infer.kernels.blocks import NUMBERS, PANEL, ZEROED, BlockWeight, packed_bytes
-from infer.kernels.linear import (
-    Linear,
-    NativeLinear,
-    PackedLinear,
-    make_linear,
-    onednn_has_bfloat16,
-)
+from infer.kernels.linear.choose import make_linear
+from infer.kernels.linear.fusion import Linear
+from infer.kernels.linear.native_linear import NativeLinear
+from infer.kernels.linear.onednn import PackedLinear, onednn_has_bfloat16
 from infer.kernels.native import instruction_set, weight_bytes
 
 Shapes = list[tuple[int, int]]

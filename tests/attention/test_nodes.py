@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infer.attention.cpu import NativeBackend
 from infer.kernels import loader
-from infer.kernels.linear import NativeLinear
+from infer.kernels.linear.native_linear import NativeLinear
 from infer.kernels.team import HeadSlice, head_slices, pin_threads, prefer_node
 from infer.models.model_config import ModelConfig
 from infer.runner.kv_storage import KVStorage

@@ -14,7 +14,7 @@ from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
 from infer.attention.sdpa import SDPABackend
 from infer.kernels import loader
-from infer.kernels.linear import Norm
+from infer.kernels.linear.fusion import Norm
 from infer.kernels.rotary import HeadNorms, QKRotation
 from tests.support import isas
 from tests.support.attention_worlds import in_order

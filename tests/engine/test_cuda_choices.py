@@ -20,7 +20,8 @@ from infer.engine.build.runner_factory import RunnerFactory
 from infer.errors import ConfigError
 from infer.kernels import cuda
 from infer.kernels.invariance import invariant_sizes
-from infer.kernels.linear import Fusion, PlainLinear
+from infer.kernels.linear.fusion import Fusion
+from infer.kernels.linear.plain_linear import PlainLinear
 from infer.models.model_config import ModelConfig
 from tests.support.hash_engine import make_hash_core
 

@@ -249,7 +249,7 @@ def test_each_thread_of_the_kernels_is_where_it_was_put() -> None:
     """The affinity of the threads of a team, as the system tells it."""
     import torch
 
-    from infer.kernels.linear import make_linear
+    from infer.kernels.linear.choose import make_linear
     from infer.kernels.team import pin_threads
 
     cpus = sorted(os.sched_getaffinity(0))

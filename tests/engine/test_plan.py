@@ -18,7 +18,8 @@ from infer.engine.build import hardware
 from infer.engine.build.memory_plan import make_plan, useful_pages
 from infer.engine.build.planner import plan_for
 from infer.errors import ConfigError
-from infer.kernels import linear, loader, native
+from infer.kernels import loader, native
+from infer.kernels.linear import onednn
 from infer.kernels.loader import int8_cache_obstacle
 from infer.models.registry import parse_model_config, read_model_config
 from tests.support import gguf_files
@@ -335,7 +336,7 @@ def test_whole_numbers_without_kernels_and_onednn_are_refused(
 ) -> None:
     monkeypatch.setattr(loader, "library", lambda: "no library")
     monkeypatch.delenv(native.VARIABLE, raising=False)
-    monkeypatch.setattr(linear, "has_onednn", lambda *_: False)
+    monkeypatch.setattr(onednn, "has_onednn", lambda *_: False)
     name, value = next(iter(settings.items()))
     model = parse_model_config(LLAMA_3B, "here")
     with pytest.raises(ConfigError, match=f"{name}: '{value}' is not possible here: {reason}"):

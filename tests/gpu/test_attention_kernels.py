@@ -14,7 +14,7 @@ import infer.attention.triton as backends
 from infer.attention.layout import BatchLayout
 from infer.attention.triton import TritonBackend
 from infer.kernels.cuda.rotary import turn_and_write
-from infer.kernels.linear import Norm
+from infer.kernels.linear.fusion import Norm
 from infer.kernels.rotary import HeadNorms, QKRotation
 from tests.support.cases import one_of
 from tests.support.kernel_dtypes import INTERPRETED, KINDS, LOADED, assert_near

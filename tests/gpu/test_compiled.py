@@ -32,7 +32,7 @@ from infer.attention.layout import BatchLayout  # noqa: E402
 from infer.attention.triton import TritonBackend  # noqa: E402
 from infer.kernels.cuda import draw, int8, linear, norm, rotary, step  # noqa: E402
 from infer.kernels.cuda.launch import compiled_together  # noqa: E402
-from infer.kernels.linear import Norm  # noqa: E402
+from infer.kernels.linear.fusion import Norm  # noqa: E402
 from infer.kernels.rotary import HeadNorms, QKRotation  # noqa: E402
 
 BF16 = torch.bfloat16

@@ -12,7 +12,8 @@ from infer.kernels.cuda import int8
 from infer.kernels.cuda import linear as few
 from infer.kernels.cuda.norm import gate, rms_norm
 from infer.kernels.cuda.rotary import apply_rope
-from infer.kernels.linear import CudaInt8Linear, CudaLinear, Fusion, Norm
+from infer.kernels.linear.cuda_linear import CudaInt8Linear, CudaLinear
+from infer.kernels.linear.fusion import Fusion, Norm
 from tests.support.cases import one_of
 from tests.support.kernel_dtypes import KINDS, LOADED, assert_near
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from infer.kernels.arena import CHUNK_BYTES, Arena
-from infer.kernels.linear import NativeLinear
+from infer.kernels.linear.native_linear import NativeLinear
 from infer.kernels.native import native_obstacle
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's madvise and /proc")

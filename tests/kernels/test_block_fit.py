@@ -11,9 +11,12 @@ import torch
 from gguf import GGMLQuantizationType as Q
 from torch import Tensor
 
-from infer.kernels import linear, loader, native
+from infer.kernels import loader, native
 from infer.kernels.blocks import BlockWeight, fitted, fitted_bytes, fitted_kind
-from infer.kernels.linear import NativeLinear, PlainLinear, make_linear
+from infer.kernels.linear.choose import make_linear
+from infer.kernels.linear.native_linear import NativeLinear
+from infer.kernels.linear.onednn import PackedLinear
+from infer.kernels.linear.plain_linear import PlainLinear
 from infer.kernels.native import quantization_obstacle
 
 obstacle = quantization_obstacle("int4")
@@ -138,4 +141,4 @@ def test_it_needs_the_kernels(
     monkeypatch.setenv(native.VARIABLE, "onednn")
     assert "own kernels do not run" in str(quantization_obstacle("int4"))
     planned = make_linear(torch.empty((32, 64), device="meta").bfloat16(), quantization="int4")
-    assert isinstance(planned, (PlainLinear, linear.PackedLinear))
+    assert isinstance(planned, (PlainLinear, PackedLinear))

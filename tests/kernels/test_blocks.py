@@ -15,14 +15,9 @@ from torch import Tensor
 from infer.kernels import loader
 from infer.kernels.blocks import NUMBERS, ZEROED, BlockWeight, convert, fitted, packed_bytes
 from infer.kernels.invariance import batch_invariance_problem
-from infer.kernels.linear import (
-    PRODUCT_ONLY,
-    Fusion,
-    NativeLinear,
-    Norm,
-    PackedEmbedding,
-    make_linear,
-)
+from infer.kernels.linear.choose import make_linear
+from infer.kernels.linear.fusion import PRODUCT_ONLY, Fusion, Norm
+from infer.kernels.linear.native_linear import NativeLinear, PackedEmbedding
 from infer.models.gguf_reader import KINDS
 from tests.support.cases import one_of, over
 from tests.support.gguf_files import blocks

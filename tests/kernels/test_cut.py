@@ -16,7 +16,8 @@ from torch import Tensor
 
 from infer.kernels import loader
 from infer.kernels.blocks import BlockWeight
-from infer.kernels.linear import Fusion, NativeLinear
+from infer.kernels.linear.fusion import Fusion
+from infer.kernels.linear.native_linear import NativeLinear
 from infer.kernels.team import pin_threads
 from tests.support import isas
 from tests.support.gguf_files import blocks

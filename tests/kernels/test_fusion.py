@@ -12,16 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from infer.kernels import linear, loader, native
+from infer.kernels import loader, native
 from infer.kernels.invariance import batch_invariance_problem
-from infer.kernels.linear import (
-    Fusion,
-    Int8Linear,
-    NativeLinear,
-    Norm,
-    PlainLinear,
-    make_linear,
-)
+from infer.kernels.linear import onednn
+from infer.kernels.linear.choose import make_linear
+from infer.kernels.linear.fusion import Fusion, Linear, Norm
+from infer.kernels.linear.native_linear import NativeLinear
+from infer.kernels.linear.onednn import Int8Linear
+from infer.kernels.linear.plain_linear import PlainLinear
 from tests.support import isas
 from tests.support.cases import over
 
@@ -50,7 +48,7 @@ def quantized(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (rows.float() * (torch.tensor(127.0) / most)).round().double(), most.double() / 127
 
 
-Make = Callable[..., linear.Linear]
+Make = Callable[..., Linear]
 
 
 @pytest.fixture(params=[*isas.each(loader.INSTRUCTION_SETS), "onednn", "onednn, in halves"])
@@ -61,7 +59,7 @@ def make(
 ) -> Make:
     ask_for(request.param.partition(",")[0])
     if "halves" in request.param:
-        monkeypatch.setattr(linear, "onednn_is_exact", lambda: False)
+        monkeypatch.setattr(onednn, "onednn_is_exact", lambda: False)
     if request.param.startswith("onednn"):
         return Int8Linear
     return lambda weight, *rest: NativeLinear([weight], *rest, bits=8)
@@ -148,22 +146,22 @@ def test_the_largest_products_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     """Sums of two products that saturate in 16 bits are detected; layers then avoid them."""
     weight, x = random(40, 64), random(3, 64, seed=1)
     expected = Int8Linear(weight)(x)
-    whole, linear_onednn = linear._onednn_int8, linear.onednn_is_exact
+    whole, linear_onednn = onednn._onednn_int8, onednn.onednn_is_exact
 
     def saturated(x: Tensor, zero: int, weight: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
         return whole(x, zero, weight, scales, zeros).clamp(-(2**15), 2**15 - 1)
 
     linear_onednn.cache_clear()
     with monkeypatch.context() as patched:
-        patched.setattr(linear, "_onednn_int8", saturated)
-        assert not linear.onednn_is_exact()
+        patched.setattr(onednn, "_onednn_int8", saturated)
+        assert not onednn.onednn_is_exact()
         other = Int8Linear(weight)
     linear_onednn.cache_clear()
     assert other._halves
     torch.testing.assert_close(other(x), expected)
 
 
-def composed(weight: Tensor, bias: Tensor | None, fusion: Fusion) -> linear.Linear:
+def composed(weight: Tensor, bias: Tensor | None, fusion: Fusion) -> Linear:
     """The definition of a fused layer, with its product in float64."""
 
     class Exact(PlainLinear):

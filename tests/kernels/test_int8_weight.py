@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from infer.kernels.int8_weight import Int8Weight, int8_bytes, kept_bytes
-from infer.kernels.linear import Fusion, NativeLinear, Norm
+from infer.kernels.linear.fusion import Fusion, Norm
+from infer.kernels.linear.native_linear import NativeLinear
 from tests.support.cases import over
 
 SHAPES = [(1, 1), (31, 33), (40, 16), (100, 258), (513, 96), (1055, 130)]

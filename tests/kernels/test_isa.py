@@ -11,7 +11,8 @@ import torch
 from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
 from infer.kernels import loader, native
-from infer.kernels.linear import NativeLinear, Norm
+from infer.kernels.linear.fusion import Norm
+from infer.kernels.linear.native_linear import NativeLinear
 from infer.kernels.native import native_obstacle
 from infer.kernels.rotary import HeadNorms, QKRotation
 from infer.runner.sampler import sample

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from infer.attention.cpu import NativeBackend
 from infer.attention.layout import BatchLayout
-from infer.kernels import linear, loader, native
+from infer.kernels import loader, native
 from infer.kernels.layer_stack import LayerStack, obstacle, stack_layers
-from infer.kernels.linear import Norm
+from infer.kernels.linear import plain_linear
+from infer.kernels.linear.fusion import Norm
 from infer.kernels.rotary import HeadNorms, QKRotation
 from infer.models import decoder
 from infer.models.decoder import Decoder
@@ -297,7 +298,7 @@ def test_layers_that_the_call_cannot_take_are_refused(model: Decoder, tmp_path: 
     fewer: Any = make(tmp_path / "fewer", "qwen3", num_key_value_heads=1).layers[1].parts()
     assert "do not fit" in reason(fewer)
     assert "do not fit" in reason(inner=wider.inner)
-    assert "PlainLinear" in reason(qkv=linear.PlainLinear(torch.ones(3, 3)))
+    assert "PlainLinear" in reason(qkv=plain_linear.PlainLinear(torch.ones(3, 3)))
     assert "float32" in reason(o=model.lm_head)
     assert "declared" in str(obstacle(config, parts[:2]))
 

@@ -11,16 +11,14 @@ from torch import Tensor
 
 from infer.config import EngineConfig
 from infer.engine.build import assemble
-from infer.kernels import linear, loader, native
+from infer.kernels import loader, native
 from infer.kernels.invariance import batch_invariance_problem, linears
-from infer.kernels.linear import (
-    PRODUCT_ONLY,
-    NativeLinear,
-    PackedEmbedding,
-    PackedLinear,
-    PlainLinear,
-    make_linear,
-)
+from infer.kernels.linear import onednn
+from infer.kernels.linear.choose import make_linear
+from infer.kernels.linear.fusion import PRODUCT_ONLY
+from infer.kernels.linear.native_linear import NativeLinear, PackedEmbedding
+from infer.kernels.linear.onednn import PackedLinear
+from infer.kernels.linear.plain_linear import PlainLinear
 from infer.models.model import build_model
 from infer.models.registry import parse_model_config
 from infer.models.weights import dummy_source
@@ -140,7 +138,7 @@ def test_a_bad_row_harms_no_other() -> None:
 
 
 needs_bfloat16 = pytest.mark.skipif(
-    not linear.onednn_has_bfloat16(), reason="oneDNN has no products in bfloat16 here"
+    not onednn.onednn_has_bfloat16(), reason="oneDNN has no products in bfloat16 here"
 )
 
 
@@ -213,18 +211,18 @@ def test_bfloat16_is_not_packed_where_onednn_refuses_it(
 
     monkeypatch.setattr(loader, "library", lambda: MISSING)
     if cause == "oneDNN":
-        monkeypatch.setattr(linear, "cpu_has_bfloat16", lambda: True)
+        monkeypatch.setattr(onednn, "cpu_has_bfloat16", lambda: True)
         monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
     else:
-        monkeypatch.setattr(linear, "cpu_has_bfloat16", lambda: False)
-    linear.onednn_has_bfloat16.cache_clear()
+        monkeypatch.setattr(onednn, "cpu_has_bfloat16", lambda: False)
+    onednn.onednn_has_bfloat16.cache_clear()
     weight, b = layer(48, 20, True)
     product, x = make_linear(weight, b), rows(3, 48)
     assert isinstance(product, PlainLinear)
     torch.testing.assert_close(product(x), torch.nn.functional.linear(x, weight, b))
     assert "no arithmetic for bfloat16" in str(native.bfloat16_obstacle())
     monkeypatch.undo()
-    linear.onednn_has_bfloat16.cache_clear()
+    onednn.onednn_has_bfloat16.cache_clear()
 
 
 class Breaking(PlainLinear):

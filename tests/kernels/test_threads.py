@@ -17,7 +17,7 @@ from torch import Tensor
 
 from infer import LLM, SamplingParams
 from infer.kernels import loader
-from infer.kernels.linear import NativeLinear
+from infer.kernels.linear.native_linear import NativeLinear
 from infer.kernels.native import native_obstacle
 from infer.kernels.team import (
     CoresTaken,

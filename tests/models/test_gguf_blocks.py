@@ -24,7 +24,7 @@ from infer.engine.build.planner import plan_for
 from infer.errors import LoadError
 from infer.kernels.blocks import NUMBERS
 from infer.kernels.invariance import linears
-from infer.kernels.linear import NativeLinear, PackedEmbedding
+from infer.kernels.linear.native_linear import NativeLinear, PackedEmbedding
 from infer.kernels.native import native_obstacle
 from infer.models.gguf_blocks import as_held, held_kind, numbers
 from infer.models.gguf_file import GGUFFile

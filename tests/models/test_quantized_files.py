@@ -30,7 +30,7 @@ from infer.errors import LoadError
 from infer.kernels.blocks import ZEROED, BlockWeight, packed_bytes
 from infer.kernels.int8_weight import Int8Weight
 from infer.kernels.invariance import batch_invariance_problem, linears
-from infer.kernels.linear import NativeLinear, PackedEmbedding
+from infer.kernels.linear.native_linear import NativeLinear, PackedEmbedding
 from infer.kernels.native import native_obstacle
 from infer.models.quantized_config import FILES, METHODS, REFUSED
 from infer.models.quantized_layouts import LAYOUTS
@@ -622,8 +622,8 @@ def test_a_tensor_that_is_wrong_is_named(
     def refuse(*arguments: object, **settings: object) -> None:
         raise AssertionError("a layer was made")
 
-    monkeypatch.setattr("infer.kernels.linear.NativeLinear.__init__", refuse)
-    monkeypatch.setattr("infer.kernels.linear.PackedLinear.__init__", refuse)
+    monkeypatch.setattr("infer.kernels.linear.native_linear.NativeLinear.__init__", refuse)
+    monkeypatch.setattr("infer.kernels.linear.onednn.PackedLinear.__init__", refuse)
     with pytest.raises(LoadError) as caught:
         Bench(folder, PAGE, torch.bfloat16, attention="auto")
     assert message in str(caught.value), caught.value

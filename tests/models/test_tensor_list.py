@@ -15,7 +15,7 @@ from infer.engine.build.memory_plan import count_weights
 from infer.engine.build.processors import Cpu
 from infer.kernels.blocks import BlockWeight
 from infer.kernels.invariance import linears
-from infer.kernels.linear import NativeLinear, PackedEmbedding
+from infer.kernels.linear.native_linear import NativeLinear, PackedEmbedding
 from infer.kernels.native import native_obstacle
 from infer.models.arrangement import stored_rows
 from infer.models.gguf_file import GGUFFile

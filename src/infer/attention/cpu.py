@@ -14,7 +14,7 @@ from infer.attention.layout import BatchLayout, held_slopes
 from infer.kernels import loader
 from infer.kernels.invariance import linears
 from infer.kernels.layer_stack import LayerStack
-from infer.kernels.linear import NativeLinear
+from infer.kernels.linear.native_linear import NativeLinear
 from infer.kernels.loader import NativeCall
 from infer.kernels.rotary import Angles, QKRotation
 from infer.kernels.team import ForKernels, WithTorch, num_threads

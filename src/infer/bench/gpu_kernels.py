@@ -16,7 +16,8 @@ from torch import Tensor
 
 from infer.attention.layout import AttentionBackend, BatchLayout
 from infer.bench.gpu_rows import Peaks, Row
-from infer.kernels.linear import CudaInt8Linear, Linear, Norm
+from infer.kernels.linear.cuda_linear import CudaInt8Linear
+from infer.kernels.linear.fusion import Linear, Norm
 from infer.kernels.rotary import HeadNorms, QKRotation
 from infer.models.model_config import ModelConfig
 

@@ -33,7 +33,8 @@ from infer.engine.build.hardware import (
 from infer.errors import ConfigError
 from infer.kernels import cuda, loader
 from infer.kernels.invariance import linears
-from infer.kernels.linear import Linear, make_linear
+from infer.kernels.linear.choose import make_linear
+from infer.kernels.linear.fusion import Linear
 from infer.kernels.native import lm_head_quantization, weight_bytes
 from infer.models.model import build_model
 from infer.models.model_config import ModelConfig

@@ -11,16 +11,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from infer.kernels.linear import (
-    PRODUCT_ONLY,
-    CudaInt8Linear,
-    CudaLinear,
-    Int8Linear,
-    Linear,
-    NativeLinear,
-    PackedLinear,
-    PlainLinear,
-)
+from infer.kernels.linear.cuda_linear import CudaInt8Linear, CudaLinear
+from infer.kernels.linear.fusion import PRODUCT_ONLY, Linear
+from infer.kernels.linear.native_linear import NativeLinear
+from infer.kernels.linear.onednn import Int8Linear, PackedLinear
+from infer.kernels.linear.plain_linear import PlainLinear
 
 _KINDS = (PlainLinear, PackedLinear, Int8Linear, NativeLinear, CudaLinear, CudaInt8Linear)
 

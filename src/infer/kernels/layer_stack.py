@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from infer.kernels import loader
-from infer.kernels.linear import Linear, NativeLinear
+from infer.kernels.linear.fusion import Linear
+from infer.kernels.linear.native_linear import NativeLinear
 from infer.kernels.loader import NativeCall
 from infer.kernels.rotary import Angles, HeadNorms, QKRotation
 from infer.kernels.rows import Activation, RowNorm, packed_doubles

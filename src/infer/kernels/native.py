@@ -102,7 +102,7 @@ def quantization_obstacle(quantization: str) -> str | None:
         return None
     if quantization == "int4":
         return f"the package's own kernels do not run: {reason}"
-    from infer.kernels.linear import has_onednn  # imports torch
+    from infer.kernels.linear.onednn import has_onednn  # imports torch
 
     if has_onednn("onednn", "qlinear_pointwise"):
         return None
@@ -115,7 +115,7 @@ def bfloat16_obstacle() -> str | None:
         return None
     import torch
 
-    from infer.kernels.linear import onednn_has_bfloat16
+    from infer.kernels.linear.onednn import onednn_has_bfloat16
 
     if not onednn_has_bfloat16():
         return "this CPU has no arithmetic for bfloat16 that oneDNN could use"

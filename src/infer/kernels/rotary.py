@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from infer.kernels.linear import Norm
+from infer.kernels.linear.fusion import Norm
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels import loader
-from infer.kernels.linear import LayerNorm, Norm
+from infer.kernels.linear.fusion import LayerNorm, Norm
 from infer.kernels.team import num_threads
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2", "xielu")

@@ -10,18 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from infer.kernels.layer_stack import CallsThrough, LayerParts, attends_through, stack_layers
-from infer.kernels.linear import (
-    PRODUCT_ONLY,
-    Fusion,
-    LayerNorm,
-    Linear,
-    NativeLinear,
-    Norm,
-    PackedEmbedding,
-    add_one,
-    joined,
-    make_linear,
-)
+from infer.kernels.linear.choose import add_one, joined, make_linear
+from infer.kernels.linear.fusion import PRODUCT_ONLY, Fusion, LayerNorm, Linear, Norm
+from infer.kernels.linear.native_linear import NativeLinear, PackedEmbedding
 from infer.kernels.native import lm_head_quantization
 from infer.kernels.rotary import Angles, HeadNorms, QKRotation
 from infer.kernels.rows import BETA, Activation, RowNorm

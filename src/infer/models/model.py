@@ -17,7 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from infer.kernels.layer_stack import CallsThrough
-from infer.kernels.linear import Linear
+from infer.kernels.linear.fusion import Linear
 from infer.kernels.rotary import QKRotation
 from infer.models.model_config import ModelConfig
 from infer.models.registry import find_architecture

@@ -17,7 +17,8 @@ from torch import Tensor
 from infer.errors import ConfigError, LoadError
 from infer.extras import to_install
 from infer.kernels.invariance import batch_invariance_problem
-from infer.kernels.linear import Linear, PlainLinear
+from infer.kernels.linear.fusion import Linear
+from infer.kernels.linear.plain_linear import PlainLinear
 from infer.models.model import Attend
 from infer.models.model_config import MAX_LAYERS, ModelConfig, load_json
 from infer.models.registry import ARCHITECTURES

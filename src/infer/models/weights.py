@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from infer.kernels.linear import PackedEmbedding
+    from infer.kernels.linear.native_linear import PackedEmbedding
 
 SINGLE_FILE = "model.safetensors"
 """Name of the file of a checkpoint that has only one."""
@@ -286,7 +286,7 @@ class WeightSource:
 
         `is_head`: it is the output head's weight, too, which then shares the memory if it can.
         """
-        from infer.kernels.linear import PackedEmbedding
+        from infer.kernels.linear.native_linear import PackedEmbedding
 
         blocks = self._in_blocks({name: shape})
         if blocks and isinstance(blocks[0], BlockWeight):

@@ -594,7 +594,7 @@ def _packs(dtype: str, device: torch.device | Cpu) -> bool:
         return True
     import torch
 
-    from infer.kernels.linear import can_pack
+    from infer.kernels.linear.onednn import can_pack
 
     return can_pack(torch.empty(1, 1, dtype=getattr(torch, dtype)))
 

@@ -3,7 +3,7 @@
 For few rows the time is that of reading the weight. So a program reads BN rows of the weight over
 the whole width and computes everything else meanwhile: the norm's sum of squares, the gate and the
 residual. One row is multiplied by ordinary arithmetic, several rows by the matrix units. With more
-rows than `MAX_ROWS` cuBLAS is faster (`kernels.linear.CudaLinear` chooses).
+rows than `MAX_ROWS` cuBLAS is faster (`kernels.linear.cuda_linear` chooses).
 
 With PDL (programmatic dependent launch) a program starts while the preceding kernel is still
 running. It loads its first part of the weight, which no kernel writes, and then waits for its
