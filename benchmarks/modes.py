@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infer import LLM, SamplingParams
-from infer.bench.comparison import NUM_REQUESTS, SEATS, mixed
+from infer.bench.comparison import NUM_REQUESTS, mixed
 
+SEATS = 8
 WAYS: dict[str, dict[str, Any]] = {
     "no cache": {"batching_mode": "sequential", "kv_cache_backend": "none"},
     "cache": {"batching_mode": "sequential"},

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from infer import LLM, SamplingParams
-from infer.replicas.launch import launch_factory
 from infer.types import Request, RequestOutput
 from infer.types.grammar import Grammar
-from tests.support.doubles import pid_of
+from tests.support.doubles import launch_factory, pid_of
 from tests.support.draft_checkpoints import write_first_layers
 from tests.support.isas import EXACT_DTYPE
 

@@ -53,7 +53,6 @@ def test_only_the_moves_of_the_table_exist(state: SupervisorState, to: Superviso
 
 @pytest.mark.parametrize("state", SupervisorState)
 def test_each_state_says_what_it_is(state: SupervisorState) -> None:
-    assert state.takes_requests == (state in (SERVING, RESTARTING))
     assert state.has_worker == (state in (LOADED, SERVING))
     assert state.is_ending == (state in (STOPPING, STOPPED, DEAD))
     assert state.is_ending != (STOPPING in TRANSITIONS[state])

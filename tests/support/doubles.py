@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -13,7 +14,7 @@ from infer.engine.client.mailbox import MailboxLimits
 from infer.engine.core import EngineCore
 from infer.engine.loop import EngineThread
 from infer.replicas.fleet import Fleet
-from infer.replicas.launch import LaunchedEngines, launch_factory, start_engines
+from infer.replicas.launch import FleetSettings, LaunchedEngines, start_engines
 from infer.replicas.process_transport import ProcessTransport
 from infer.replicas.replica import Replica
 from infer.schedule.sequence import Plan
@@ -113,6 +114,20 @@ def pid_of(llm: AsyncLLM) -> int:
     pid = process_id(replica_of(llm))
     assert pid is not None
     return pid
+
+
+def launch_factory(
+    factory: str,
+    settings: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    fleet: FleetSettings | None = None,
+    **how: Any,
+) -> AsyncLLM:
+    """`launch` for any `module:function` that makes a `Blueprint` of `settings`; `how`: see
+    `start_engines`."""
+    fleet = fleet or FleetSettings()
+    return start_engines(factory, settings, num_replicas=fleet.replicas, **how).llm(fleet, seed)
 
 
 def launch_hash_llm(factory: str = FACTORY, **settings: Any) -> AsyncLLM:

@@ -26,9 +26,6 @@ from infer.types import SamplingParams
 
 MODES = ("sequential", "static", "continuous")
 NUM_REQUESTS = 64
-SEATS = 8
-MAX_SEATS = 64
-MAX_REQUESTS = 128
 _TEXT = "one day the little fox went to the river and saw a red boat under an old tree"
 _WORDS = _TEXT.split()
 

@@ -31,7 +31,6 @@ COUNTED = (
     *("num_batches", "num_batch_tokens", "num_padded_tokens"),
 )
 """The counters of the engine that are in a summary, those of batches in static mode."""
-LATENCIES = ("ttft_ms", "itl_ms", "e2e_ms")
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:

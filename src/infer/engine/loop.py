@@ -179,11 +179,6 @@ class EngineThread:
         """See `EngineClient`."""
         return time.monotonic() - self._heard_s
 
-    @property
-    def has_commands(self) -> bool:
-        """Whether the thread has commands left to take."""
-        return not self._commands.empty()
-
     def add(self, request: Request) -> None:
         """See `EngineClient`."""
         self._commands.put(Add(request, time.monotonic()))

@@ -158,20 +158,6 @@ def launch_engines(
     )
 
 
-def launch_factory(
-    factory: str,
-    settings: Mapping[str, Any],
-    *,
-    seed: int = 0,
-    fleet: FleetSettings | None = None,
-    **how: Any,
-) -> AsyncLLM:
-    """`launch` for any `module:function` that makes a `Blueprint` of `settings`; `how`: see
-    `start_engines`."""
-    fleet = fleet or FleetSettings()
-    return start_engines(factory, settings, num_replicas=fleet.replicas, **how).llm(fleet, seed)
-
-
 def start_engines(
     factory: str,
     settings: Mapping[str, Any],

@@ -33,21 +33,6 @@ class SupervisorState(Enum):
     """The supervisor itself has failed."""
 
     @property
-    def takes_requests(self) -> bool:
-        """Whether requests are taken; they may have to wait for a process."""
-        match self:
-            case SupervisorState.SERVING | SupervisorState.RESTARTING:
-                return True
-            case SupervisorState.NEW | SupervisorState.LOADING | SupervisorState.LOADED:
-                return False
-            case SupervisorState.REFUSING | SupervisorState.STOPPING:
-                return False
-            case SupervisorState.STOPPED | SupervisorState.DEAD:
-                return False
-            case _:
-                assert_never(self)
-
-    @property
     def has_worker(self) -> bool:
         """Whether there is a process that takes commands."""
         match self:

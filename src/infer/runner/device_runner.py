@@ -154,15 +154,10 @@ class DeviceRunner:
         self._draws = DrawBuffers(max_sequences, vocab, device)
         self._logits = torch.empty((max_sequences, vocab), dtype=torch.float32, device=device)
         """Logits of the last step with rows for which the first draw is not enough."""
-        self._graphs = graphs
+        self.graphs = graphs
         self._writer = StepWriter(backend, self._rows, self._page_size, vocab)
         self._plain: list[Sequence] = []
         """Sequences of the last step if each had one token and the kernels could sample all."""
-
-    @property
-    def num_graphs(self) -> int:
-        """The number of step sizes that have been captured."""
-        return len(self._graphs)
 
     def compile(self, steps: Iterable[tuple[int, int]]) -> None:
         """Compile the kernels of steps, all at the same time.
@@ -249,7 +244,7 @@ class DeviceRunner:
             compute()
         else:
             key = (layout.num_tokens, layout.num_rows, sent.decode, sent.has_long, is_special)
-            self._graphs.run(key, compute)
+            self.graphs.run(key, compute)
         special: dict[int, Sampled] = {}
         if is_special:
             special = self._sample_special(sampling, restricting)

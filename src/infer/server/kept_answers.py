@@ -287,11 +287,7 @@ class KeptAnswers:
         """Raises `HttpError` (404) if it is not kept."""
         answer = self._answers.get(answer_id)
         if answer is None:
-            message = (
-                "the answer to this request is not kept: X-Keep-Answer: true in a request with"
-            )
-            message += " stream: true asks for that, and answers are kept for some time only"
-            raise HttpError(404, message, code="answer_not_kept")
+            raise not_kept()
         return answer
 
     def read(self, answer_id: str, after: int) -> KeptReader:

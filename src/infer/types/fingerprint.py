@@ -20,5 +20,3 @@ class Fingerprint(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """SHA-256 of the logits of a fixed prompt, with the dtype and the versions of the kernels."""
     protocol: int = PROTOCOL
     """Version of the records that the engine reads and writes."""
-    world_size: int = 1
-    """Devices over which the model is divided."""
