@@ -5,7 +5,7 @@
 //
 // Shape letters: M rows, N columns of the product, K inputs; x [M, K], W [N, K], b [N].
 //
-// A row's result is the same bit for bit in any company: every sum runs over all of K in ascending order in
+// Rows are batch-invariant, bit for bit: every sum runs over all of K in ascending order in
 // float32 (exactly, in int32, if W is int8), in whichever thread and cache block it is computed. A block of K that
 // does not fit the cache stores its sums and goes on from them, which is exact, perhaps in another thread
 // (linear_cut.h); no sum is made of two that began apart. Rows do not meet in a product, so rows of zeros that

@@ -1,6 +1,6 @@
 // Head norms and rotary embedding of heads in bfloat16, in vectors of 16 numbers that the compiler makes of what
-// the instruction set has. Sums are made in 16 fixed lanes, so every set gives the same bits, and a token's
-// result is the same in any company. An isa/*.cpp includes it.
+// the instruction set has. Sums are made in 16 fixed lanes, so every set gives the same bits, and tokens are
+// batch-invariant. An isa/*.cpp includes it.
 #pragma once
 
 #include "rotary.h"

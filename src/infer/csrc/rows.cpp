@@ -1,7 +1,7 @@
 // Norms, activations and sums of rows of bfloat16 that are not part of a linear layer.
 //
 // Each number is computed in float32 and rounded once. Sums are made in 16 fixed lanes, and nothing is contracted, so
-// every instruction set gives the same bits, and a row's result is the same in any company.
+// every instruction set gives the same bits, and rows are batch-invariant.
 
 #include "rows.h"
 
