@@ -21,6 +21,7 @@ from tests.reliability.scorecard import (
     marked,
     page,
     stale_rows,
+    was_skipped,
 )
 from tests.support.commits import code_differs, commit_of, files_since, is_guarded
 
@@ -151,3 +152,10 @@ def test_of_a_commit_that_is_not_here_the_mark_stays() -> None:
     found = stale_rows(marked(text, {"5"}))
     assert found["5"] == ["its commit is not here"]
     assert "7" not in found
+
+
+def test_what_was_skipped_has_not_passed() -> None:
+    assert not was_skipped("....\n12 passed, 3 deselected in 3.20s\n")
+    assert not was_skipped("....\n11 passed, 1 skipped in 3.20s\n")
+    assert was_skipped("s\n1 skipped in 0.03s")
+    assert was_skipped("\nno tests ran in 0.03s")
