@@ -564,7 +564,7 @@ def test_the_traffic_is_bounded() -> None:
             for at_s, num_bytes in marks:
                 within = [other for later_s, other in marks if at_s <= later_s <= at_s + 1]
                 assert within[-1] - num_bytes < 64 * 1024
-            assert watcher.num_bytes > 30_000
+            assert watcher.num_bytes > 5_000, "of more than 500,000 that all events would take"
 
             def all_told() -> bool:
                 return sum(row["count"] for row in watcher.all("steps")) == number
