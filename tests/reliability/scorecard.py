@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Container
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,9 @@ def stale_rows(text: str, root: Path = ROOT) -> dict[str, list[str]]:
 
 
 def _changed(root: Path, files: dict[str, str], guards: tuple[str, ...]) -> list[str]:
-    """Those of the files, with their blobs, that are guarded and compute something else now."""
-    return [
-        path
-        for path, blob in files.items()
-        if is_guarded(path.removeprefix(f"{SOURCE}/"), guards) and code_differs(root, path, blob)
-    ]
+    """Some of the files, with their blobs, that are guarded and compute something else now."""
+    guarded = (path for path in files if is_guarded(path.removeprefix(f"{SOURCE}/"), guards))
+    return list(islice((path for path in guarded if code_differs(root, path, files[path])), 4))
 
 
 def marked(text: str, stale: Container[str]) -> str:

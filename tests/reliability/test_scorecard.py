@@ -62,7 +62,7 @@ def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     run("init")
     files = {
         "docs/reliability.md": "1",
-        "src/a.py": 'def a():\n    """One."""\n    return 1  # one\n',
+        "src/a.py": 'def a(x=0):\n    """One."""\n    return 1  # one\n',
         "src/room/b.py": "B = 1\n",
         "src/room/inner/c.cpp": "int c;\n",
         "src/room/page.js": "1;",
@@ -102,11 +102,13 @@ def test_what_is_computed_differs_and_is_guarded(git: Callable[..., None], tmp_p
 
     everything = ("a.py", "room")
     assert changed(*everything) == []
-    write("src/a.py", 'def a():\n    """Two."""\n\n    return 1\n')
+    write("src/a.py", 'def a(unused=1):\n    """Two."""\n\n    return 1\n')
+    assert changed(*everything) == ["src/a.py"]
+    write("src/a.py", 'def a(y=0):\n    """Two."""\n\n    return 1\n')
     write("src/room/page.js", "2;")
     write("docs/other.py", "2")
     assert changed(*everything) == []
-    write("src/a.py", "def a():\n    return 2\n")
+    write("src/a.py", "def a(x=0):\n    return 2\n")
     assert changed(*everything) == changed("a.py") == ["src/a.py"]
     assert changed("a", "room") == []
     write("src/room/inner/c.cpp", "int d;\n")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import lru_cache
 from pathlib import Path
+from types import CodeType
 
 CODE = (".py", ".cpp", ".h")
 
@@ -41,8 +42,8 @@ def is_guarded(path: str, guards: Iterable[str]) -> bool:
 
 
 def code_differs(root: Path, path: str, blob: str) -> bool:
-    """Whether a file computes something else than it did as this blob. Comments, docstrings and
-    the form of lines compute nothing in Python; in C++ they count."""
+    """Whether a file computes something else than it did as this blob. Comments, docstrings, names
+    of variables and the form of lines compute nothing in Python; in C++ they count."""
     now = root / path
     text = now.read_text(encoding="utf-8") if now.exists() else ""
     return _code(path, _blob(root, blob)) != _code(path, text)
@@ -54,16 +55,23 @@ def _blob(root: Path, blob: str) -> str:
 
 
 @lru_cache(maxsize=1024)
-def _code(path: str, text: str) -> str:
-    """What of a file is computed: of Python its syntax tree without docstrings."""
+def _code(path: str, text: str) -> Hashable:
+    """What of a file is computed: of Python the byte code, without docstrings."""
     if not path.endswith(".py"):
         return text
     tree = ast.parse(text)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [each for each in body if not _is_string(each)]  # type: ignore[attr-defined]
-    return ast.dump(tree)
+            kept = [each for each in body if not _is_string(each)]
+            node.body = kept or [ast.Pass(lineno=1, col_offset=0)]  # type: ignore[attr-defined]
+    return _computed(compile(tree, "", "exec", dont_inherit=True))
+
+
+def _computed(code: CodeType) -> Hashable:
+    """What byte code does, whatever its variables are called and on which lines it is written."""
+    constants = (_computed(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
+    return code.co_code, code.co_exceptiontable, code.co_names, tuple(constants)
 
 
 def _is_string(node: ast.AST) -> bool:
