@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -95,14 +95,14 @@ def cells_of(text: str) -> dict[str, list[str]]:
     return {n: [cell.strip() for cell in line.split("|")[1:-1]] for n, line in lines.items()}
 
 
-def stale_rows(text: str, root: Path = ROOT) -> dict[str, list[str]]:
-    """The rows of a page whose guarded code is another than that of their commit, with the files
+def stale_rows(text: str, rows: Iterable[Row] = ROWS, root: Path = ROOT) -> dict[str, list[str]]:
+    """Those of the rows of a page whose guarded code is another than that of their commit, with the files
     that differ. Of a commit that this clone does not have the page's own mark counts."""
     cells = cells_of(text)
     commits = {number: row[5].removesuffix("+") for number, row in cells.items()}
     since = {commit: files_since(root, commit, SOURCE) for commit in set(commits.values())}
     found = {}
-    for row in (row for row in ROWS if row.number in cells):
+    for row in (row for row in rows if row.number in cells):
         files = since[commits[row.number]]
         if files is None and cells[row.number][2].endswith(STALE):
             found[row.number] = ["its commit is not here"]
