@@ -96,8 +96,8 @@ def cells_of(text: str) -> dict[str, list[str]]:
 
 
 def stale_rows(text: str, rows: Iterable[Row] = ROWS, root: Path = ROOT) -> dict[str, list[str]]:
-    """Those of the rows of a page whose guarded code is another than that of their commit, with the files
-    that differ. Of a commit that this clone does not have the page's own mark counts."""
+    """Those of the rows of a page whose guarded code is another than that of their commit, with
+    some of the files that differ. Of a commit that is not in this clone the page's mark counts."""
     cells = cells_of(text)
     commits = {number: row[5].removesuffix("+") for number, row in cells.items()}
     since = {commit: files_since(root, commit, SOURCE) for commit in set(commits.values())}
