@@ -4,6 +4,7 @@
     ├── RequestError            the caller's fault; has the fields of an HTTP answer       400
     │   ├── UnprocessableError  well-formed, but a value is out of range or unknown        422
     │   ├── OverloadedError     the request is right, but there is no room for it          503
+    │   ├── RevokedKeyError     its key was revoked while it ran                           401
     │   ├── CancelledError      its owner or an administrator cancelled it                 499
     │   └── DeadlineError       it took longer than it was allowed to                      504
     ├── EngineError             our fault, while running                                   500
@@ -75,6 +76,13 @@ def too_many_tokens(num_waiting: int, num_added: int, limit: int) -> OverloadedE
     and at most `limit` may."""
     excess = f"{num_waiting} prompt tokens wait for a seat, and {num_added} more would exceed"
     return OverloadedError(f"the server is busy: {excess} max_waiting_tokens, which is {limit}")
+
+
+class RevokedKeyError(RequestError):
+    """The key of the request was revoked while it ran."""
+
+    status = 401
+    usual_code = "invalid_api_key"
 
 
 class CancelledError(RequestError):

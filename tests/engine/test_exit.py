@@ -15,11 +15,15 @@ from infer.runner import kv_storage
 # Preparing each part of a cache is made slow and continues in torch, where a thread must not be
 # ended: C++ that cannot be unwound takes the interpreter's lock again.
 SLOW = """
-import sys, time
+import sys, threading
 import torch
 from infer.runner import kv_storage
 
+looked_at = threading.Event()  # until then the first part is not ready, however slow the machine
+
 def slow(*arguments):
+    while not looked_at.is_set():
+        torch.empty(1 << 18).normal_()
     for _ in range(3):
         torch.empty(1 << 18).normal_()
     return True
@@ -31,8 +35,8 @@ from infer import LLM, SamplingParams
 llm = LLM(device="cpu", dtype="float32")
 for piece in llm.stream("Once upon", SamplingParams(max_tokens=9, temperature=0)):
     break
-import threading
 assert any(thread.name == "kv-storage" for thread in threading.enumerate())
+looked_at.set()
 sys.stdout.write("the last line")
 """
 ASYNC = """
@@ -41,6 +45,7 @@ from infer import EngineConfig, SamplingParams
 from infer.engine.build.assemble import build_async_llm
 
 async def main():
+    looked_at.set()
     llm = build_async_llm(EngineConfig(device="cpu", dtype="float32"))
     await llm.start()
     params = SamplingParams(max_tokens=1900, ignore_eos=True)

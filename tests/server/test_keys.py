@@ -22,7 +22,7 @@ from infer.server.sessions.store import SessionStore
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.command_line import CliRunner
 from tests.support.doubles import make_hash_llm
-from tests.support.serving import COMPLETIONS, App, completion_body, with_app
+from tests.support.serving import COMPLETIONS, App, Reply, completion_body, with_app
 
 
 @pytest.fixture
@@ -178,9 +178,9 @@ def test_what_a_revoked_key_runs_ends(file: Path) -> None:
     async def use(app: App) -> None:
         begun, leave = asyncio.Event(), asyncio.Event()
 
-        async def stream(name: str) -> str:
-            body = completion_body(stream=True, max_tokens=4000, ignore_eos=True)
-            reply = await app.send(
+        async def ask(name: str, *, stream: bool = True) -> Reply:
+            body = completion_body(stream=stream, max_tokens=4000, ignore_eos=True)
+            return await app.send(
                 "POST",
                 COMPLETIONS,
                 json.dumps(body).encode(),
@@ -188,15 +188,17 @@ def test_what_a_revoked_key_runs_ends(file: Path) -> None:
                 leave=leave,
                 on_write=lambda data: begun.set(),
             )
-            return b"".join(reply.writes).decode()
 
-        running = {name: asyncio.create_task(stream(name)) for name in "ab"}
+        running = {name: asyncio.create_task(ask(name)) for name in "ab"}
+        whole = asyncio.create_task(ask("a", stream=False))
         await asyncio.wait_for(begun.wait(), 10)
         await asyncio.sleep(0.1)
         Keys(file).revoke("a")
-        text = await asyncio.wait_for(running["a"], 60)
+        text = b"".join((await asyncio.wait_for(running["a"], 60)).writes).decode()
         assert "the API key of this request was revoked" in text
         assert "invalid_api_key" in text
+        answer = await asyncio.wait_for(whole, 60)
+        assert (answer.status, answer.error()["code"]) == (401, "invalid_api_key")
         assert not running["b"].done(), "the other key's stream had to go on"
         leave.set()
         await asyncio.gather(running["b"], return_exceptions=True)

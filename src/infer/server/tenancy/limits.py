@@ -12,6 +12,7 @@ from dataclasses import replace
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from infer.errors import RevokedKeyError
 from infer.server.http.context import RequestContext
 from infer.server.http.error_responses import HttpError, describe, log, too_many
 from infer.server.observe.request_trace import RequestTrace
@@ -234,9 +235,10 @@ def _worst_case(requests: Sequence[Request]) -> int:
     return sum(len(request.prompt_token_ids) + request.max_tokens for request in requests)
 
 
-def revoked() -> HttpError:
-    """The error that ends a request whose key was revoked."""
-    return HttpError(401, "the API key of this request was revoked", code="invalid_api_key")
+def revoked() -> RevokedKeyError:
+    """The error that ends a request whose key was revoked. It passes the engine's façade, which
+    knows the errors of `infer.errors` and their statuses only."""
+    return RevokedKeyError("the API key of this request was revoked")
 
 
 class AuthMiddleware:
