@@ -47,7 +47,8 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
         findings = Path(folder) / "findings"
         started_s = time.monotonic()
         marks = "not peer and not gpu" if not row.needs else ""
-        command = [sys.executable, "-m", "pytest", "-m", marks, "-k", row.keywords, *row.tests]
+        command = [sys.executable, "-m", "pytest", "-rs", "-m", marks]
+        command += ["-k", row.keywords, *row.tests]
         done = subprocess.run(
             command,
             cwd=ROOT,
@@ -73,6 +74,7 @@ def run_row(row: Row, environment: dict[str, str]) -> dict[str, Any]:
         "commit": commit_of(ROOT, PAGE),
         "findings": counted,
         "failures": failures,
+        "skipped": re.findall(r"^SKIPPED .*$", done.stdout, re.MULTILINE),
     }
 
 
@@ -165,7 +167,7 @@ def page(kept: dict[str, Any], before: str = "") -> str:
             parts.append(f"{finding['load'].capitalize()}:\n")
             parts += [f"- {name}: {_shown(value)}" for name, value in finding["counted"].items()]
             parts.append("")
-        parts += [f"- `{line}`" for line in what["failures"]]
+        parts += [f"- `{line}`" for line in (*what["failures"], *what.get("skipped", ()))]
         only = f" (`-k {row.engines}`)" if row.engines != "one_engine" else ""
         parts.append("Tests: " + ", ".join(f"`{test}`" for test in row.tests) + only)
     return "\n".join([*parts, *_fuzzer(json.loads(FUZZ.read_text(encoding="utf-8")))]) + "\n"
