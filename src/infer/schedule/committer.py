@@ -72,8 +72,7 @@ class Committer:
         """Store the results of a step that has been computed; see `Scheduler.commit`."""
         outputs: list[StepOutput] = []
         results: Iterator[Sampled] = iter(sampled)
-        stats, allocator = self._stats, self._allocator
-        page_size = allocator.page_size
+        stats, allocator, page_size = self._stats, self._allocator, self._allocator.page_size
         if self.launched is step:
             self.launched = ()
         self._state.pending_events += [
@@ -131,9 +130,15 @@ class Committer:
         reason = self._finish_reason(sequence, result, num_output)
         if reason is not None:
             del sequence.tokens[end + 1 :]
-        scores = sequence.prompt_logprobs() if num_output == 1 else None
-        name, token_id, num_cached = sequence.request_id, result.token_id, sequence.num_cached
-        return StepOutput(name, token_id, reason, result.logprobs, num_cached, None, scores)
+        return StepOutput(
+            sequence.request.request_id,
+            result.token_id,
+            reason,
+            result.logprobs,
+            sequence.num_cached,
+            None,
+            sequence.prompt_logprobs() if num_output == 1 else None,
+        )
 
     def _append(self, advanced: Advanced, result: Sampled) -> list[StepOutput]:
         """Append the token of a chunk, then those that were sampled as proposed, until one ends the
@@ -167,9 +172,7 @@ class Committer:
                 return FinishReason.EOS if ended else FinishReason.STOP
         if result.completes:
             return FinishReason.COMPLETE
-        if num_output >= sequence.request.max_tokens:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if num_output >= sequence.request.max_tokens else None
 
     def end(
         self, sequence: Sequence, reason: FinishReason, error: ErrorRecord | None = None
