@@ -97,26 +97,26 @@ def cells_of(text: str) -> dict[str, list[str]]:
     return {n: [cell.strip() for cell in line.split("|")[1:-1]] for n, line in lines.items()}
 
 
-def stale_rows(text: str, rows: Iterable[Row] = ROWS, root: Path = ROOT) -> dict[str, list[str]]:
+def stale_rows(text: str, rows: Iterable[Row] = ROWS) -> dict[str, list[str]]:
     """Those of the rows of a page whose guarded code is another than that of their commit, with
     some of the files that differ. Of a commit that is not in this clone the page's mark counts."""
     cells = cells_of(text)
     commits = {number: row[5].removesuffix("+") for number, row in cells.items()}
-    since = {commit: files_since(root, commit, SOURCE) for commit in set(commits.values())}
+    since = {commit: files_since(ROOT, commit, SOURCE) for commit in set(commits.values())}
     found = {}
     for row in (row for row in rows if row.number in cells):
         files = since[commits[row.number]]
         if files is None and cells[row.number][2].endswith(STALE):
             found[row.number] = ["its commit is not here"]
-        elif changed := _changed(root, files or {}, row.guards):
+        elif changed := _changed(files or {}, row.guards):
             found[row.number] = changed
     return found
 
 
-def _changed(root: Path, files: dict[str, str], guards: tuple[str, ...]) -> list[str]:
+def _changed(files: dict[str, str], guards: tuple[str, ...]) -> list[str]:
     """Some of the files, with their blobs, that are guarded and compute something else now."""
     guarded = (path for path in files if is_guarded(path.removeprefix(f"{SOURCE}/"), guards))
-    return list(islice((path for path in guarded if code_differs(root, path, files[path])), 4))
+    return list(islice((path for path in guarded if code_differs(ROOT, path, files[path])), 4))
 
 
 def marked(text: str, stale: Container[str]) -> str:
@@ -167,7 +167,7 @@ def page(kept: dict[str, Any], before: str = "") -> str:
             parts.append(f"{finding['load'].capitalize()}:\n")
             parts += [f"- {name}: {_shown(value)}" for name, value in finding["counted"].items()]
             parts.append("")
-        parts += [f"- `{line}`" for line in (*what["failures"], *what.get("skipped", ()))]
+        parts += [f"- `{line}`" for line in (*what["failures"], *what["skipped"])]
         only = f" (`-k {row.engines}`)" if row.engines != "one_engine" else ""
         parts.append("Tests: " + ", ".join(f"`{test}`" for test in row.tests) + only)
     return "\n".join([*parts, *_fuzzer(json.loads(FUZZ.read_text(encoding="utf-8")))]) + "\n"
@@ -181,7 +181,7 @@ def _order(row: Row) -> tuple[str, int]:
 def _fuzzer(run: dict[str, Any]) -> list[str]:
     """The section about the last long run of the fuzzer."""
     files = files_since(ROOT, run["commit"].removesuffix("+"), SOURCE) or {}
-    commit = run["commit"] + STALE * bool(_changed(ROOT, files, FUZZED))
+    commit = run["commit"] + STALE * bool(_changed(files, FUZZED))
     parts = [
         f"\n## The fuzzer: {run['minutes']:g} minutes on {run['date']}, commit {commit}\n",
         "`python tests/fuzz/run.py --minutes 60 --record tests/fuzz/recorded.json`: real servers"

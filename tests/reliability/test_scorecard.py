@@ -40,7 +40,7 @@ def test_each_row_of_the_page_has_a_commit() -> None:
 def test_a_row_is_written_with_its_commit_and_the_others_stay() -> None:
     before = PAGE.read_text("utf-8")
     result: dict[str, Any] = {"verdict": "pass", "seconds": 7, "date": "2026-12-01"}
-    result |= {"commit": "0123abc+", "findings": [], "failures": []}
+    result |= {"commit": "0123abc+", "findings": [], "failures": [], "skipped": []}
     after = page({"5": result}, before)
     old, new = cells_of(before), cells_of(after)
     assert new.pop("5")[2:] == ["pass", "7 s", "2026-12-01", "0123abc+"]

@@ -63,7 +63,7 @@ def _code(path: str, text: str) -> Hashable:
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            kept = [each for each in body if not _is_string(each)]
+            kept = [each for each in body if not _is_constant(each)]
             node.body = kept or [ast.Pass(lineno=1, col_offset=0)]  # type: ignore[attr-defined]
     return _computed(compile(tree, "", "exec", dont_inherit=True))
 
@@ -74,12 +74,8 @@ def _computed(code: CodeType) -> Hashable:
     return code.co_code, code.co_exceptiontable, code.co_names, tuple(constants)
 
 
-def _is_string(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+def _is_constant(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _git(root: Path, *arguments: str) -> str:

@@ -193,9 +193,7 @@ def _of_file(file: Path | None) -> dict[str, Given]:
         if name in (MODEL, MODELS):
             given[MODEL] = Given(_models_in_file(name, value, origin), origin)
             if name == MODELS:
-                tables = {
-                    key: value_of for key, value_of in value.items() if isinstance(value_of, dict)
-                }
+                tables = {key: table for key, table in value.items() if isinstance(table, dict)}
                 given[MODELS] = Given(tables, origin)
         elif name not in known:
             problem = _message(unknown_setting(name, [*known, MODELS]))
@@ -203,8 +201,7 @@ def _of_file(file: Path | None) -> dict[str, Given]:
         else:
             given[name] = Given(_natural(known[name], value), origin)
     if any(
-        name in known and _is_secret(known[name], value_of.value)
-        for name, value_of in given.items()
+        name in known and _is_secret(known[name], setting.value) for name, setting in given.items()
     ):
         warn_if_shared(file.expanduser())
     return given

@@ -170,7 +170,7 @@ class LayerStack:
         self._layers, self._head_dim = layers, head_dim
         words = []
         for parts in layers:
-            words += [part.handle for part in parts.products if isinstance(part, NativeLinear)]
+            words += [layer.handle for layer in parts.products if isinstance(layer, NativeLinear)]
             words += parts.record()
         self._table = array("q", words)
         self._sizes = _sizes(layers[0])

@@ -56,10 +56,8 @@ def text_part(texts: Mapping[str, Read], *, is_tied: bool = False) -> Read:
         kind = None
         if isinstance(text, Mapping):
             dtypes = {k: outer[k] for k in ("dtype", "torch_dtype") if k in outer}
-            ties = (is_tied_there.get("tie_word_embeddings") for is_tied_there in (outer, text))
-            tied = next(
-                (is_tied_there for is_tied_there in ties if is_tied_there is not None), is_tied
-            )
+            ties = (part.get("tie_word_embeddings") for part in (outer, text))
+            tied = next((tie for tie in ties if tie is not None), is_tied)
             reader.use({**dtypes, **text, "tie_word_embeddings": tied})
             kind = text.get("model_type")
         if kind is not None and kind not in texts:

@@ -617,7 +617,7 @@ def _state(read: Read) -> dict[str, Any]:
     shape = state.get("shape") if isinstance(state, dict) else None
     sizes += shape if isinstance(shape, list) and len(shape) == 2 else [None]
     sizes += [state.get("nested_blocksize", 256)] if isinstance(state, dict) else []
-    if any(type(candidate) is not int or not 1 <= candidate < 2**31 for candidate in sizes):
+    if any(type(number) is not int or not 1 <= number < 2**31 for number in sizes):
         raise ValueError(f"{name} must have blocksize and shape, numbers above 0")
     return dict(state)
 

@@ -530,10 +530,10 @@ def _try_out(model: TransformersModel, dtype: torch.dtype) -> None:
     tokens = (torch.arange(count) * 7919 + 13) % model.config.vocab_size
     alone = _Trial(model)
     hidden = alone.step(("it", tokens))
-    far = float(_differences(model.logits(hidden), model.reference(tokens)).median())
-    if not far <= limit:
+    gap = float(_differences(model.logits(hidden), model.reference(tokens)).median())
+    if not gap <= limit:
         raise LoadError(
-            f"{name}: logits differ from those with the attention of transformers by {far:.2g}"
+            f"{name}: logits differ from those with the attention of transformers by {gap:.2g}"
             f" of their size (at most {limit:g}); the engine would compute something else"
         )
     is_same = _check_chunks(alone, hidden, tokens, limit)

@@ -210,7 +210,7 @@ class ScoreCollector:
         ]
 
 
-class IsolatedStep(msgspec.Struct, array_like=True, tag="alone"):
+class IsolatedStep(msgspec.Struct, array_like=True, tag="alone"):  # the tag is on the wire
     """The engine computes a request alone next, because an engine has died with it."""
 
     request_id: str | None

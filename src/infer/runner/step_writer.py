@@ -186,9 +186,9 @@ def _pad_tokens(host: Host, count: int) -> None:
     host["slots"][count:] = -1
 
 
-def _copy(indices: Host, host: Host, count: int) -> None:
-    """Fill the indices of the first `count` sampled rows; the padding rows become greedy."""
-    for name, values in indices.items():
+def _copy(columns: Host, host: Host, count: int) -> None:
+    """Fill the columns of the first `count` sampled rows; the padding rows become greedy."""
+    for name, values in columns.items():
         host[name][:count] = values
     host["temperatures"][count:] = 0
     host["narrowed"][count:] = 0

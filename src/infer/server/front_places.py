@@ -44,15 +44,15 @@ class FrontProcess:
         (self._control, self._handing, *links), theirs = zip(*pairs, strict=True)
         self.links: list[socket.socket] = links
         """For each engine."""
-        control, handed, *numbers = [their_sock.fileno() for their_sock in theirs]
+        control, handed, *numbers = [end.fileno() for end in theirs]
         probing = -1 if probes is None else probes.fileno()
         numbers = [os.getpid(), control, handed, sock.fileno(), probing, *numbers]
         passed = [number for number in numbers[1:] if number >= 0]
         self.popen = start_module(module, *map(str, numbers), pass_fds=passed)
-        for their_sock in theirs:
-            their_sock.close()
-        for their_sock in (self._control, self._handing, *links):
-            their_sock.setblocking(False)
+        for end in theirs:
+            end.close()
+        for end in (self._control, self._handing, *links):
+            end.setblocking(False)
         self._stream: FrontStream[FromFront] | None = None
         self._told = ""
         self._heard_s = self._served_from_s = 0.0

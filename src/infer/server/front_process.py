@@ -251,7 +251,7 @@ def _engine(begin: FrontBegin, settings: ServerSettings, links: list[socket.sock
     """The fleet of the engines at the other ends of the links."""
     text = decode_outward(begin.text)
     assert isinstance(text, Text)
-    descriptions = [decode_description(description) for description in begin.engines]
+    descriptions = [decode_description(encoded) for encoded in begin.engines]
     replicas = [
         Replica(
             description.name, description.limits, LinkTransport(SocketLink(link), description.name)

@@ -313,17 +313,17 @@ class LoadedModels:
         """Unload what was used least recently until a model fits. Raises `OverloadedError` where
         all others are in use."""
         while self._fits is not None and not self.is_draining:
-            held = [other for other in self.all() if other.engine is not None]
-            names = [other.name for other in held]
+            held = [loaded for loaded in self.all() if loaded.engine is not None]
+            names = [loaded.name for loaded in held]
             if not held or await asyncio.to_thread(self._fits, model.name, names):
                 return
-            idle = [other for other in held if not (other.num_open or other.changing.locked())]
+            idle = [loaded for loaded in held if not (loaded.num_open or loaded.changing.locked())]
             if not idle:
                 raise OverloadedError(
                     f"the model {model.name!r} does not fit into memory beside those that are in"
                     " use now"
                 )
-            await self._unload(min(idle, key=lambda other: other.used_s))
+            await self._unload(min(idle, key=lambda loaded: loaded.used_s))
 
     async def _load_now(self, model: HeldModel) -> None:
         if self.is_draining:

@@ -375,9 +375,7 @@ class FrameWriter:
             known = (
                 (self._numbers.get(request.state.request_id), count) for request, count in counts
             )
-            fields["tokens"] = {
-                str(request): count for request, count in known if request is not None
-            }
+            fields["tokens"] = {str(number): count for number, count in known if number is not None}
         for told in frame.events:
             if isinstance(told.event, Finished):
                 self._numbers.pop(told.event.request_id, None)

@@ -332,7 +332,7 @@ def _text_of(part: dict[str, Any]) -> str:
     if kind == "resource" and isinstance(resource, dict) and isinstance(resource.get("text"), str):
         return str(resource["text"])
     where = resource if isinstance(resource, dict) else part
-    named = [where.get(word) for word in ("mimeType", "name", "uri")]
+    named = [where.get(key) for key in ("mimeType", "name", "uri")]
     words = " ".join(words_of(word, 100) for word in named if isinstance(word, str))
     data = where.get("data", where.get("blob"))
     size = f", {len(data) * 3 // 4} bytes" if isinstance(data, str) else ""

@@ -39,7 +39,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
         return frozenset()
     given = schema.get("type")
     named = [given] if isinstance(given, str) else given if isinstance(given, list) else []
-    types = frozenset(alternative for alternative in named if isinstance(alternative, str)) & ANY
+    types = frozenset(kind for kind in named if isinstance(kind, str)) & ANY
     if types and schema.get("nullable") is True:
         types |= {"null"}
     if types:

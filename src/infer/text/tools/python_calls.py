@@ -153,18 +153,18 @@ class PythonText:
 
     def _in_string(self, text: str, at: int, end: bool) -> ArgumentPiece | None:
         quote = self._quote
-        string_end = _IN_QUOTES[quote].search(text, at)
+        ending = _IN_QUOTES[quote].search(text, at)
         # Quotes at the end may be the first ones of three.
         sure = len(text) if end or len(quote) == 1 else max(at, len(text) - 2)
-        stop = sure if string_end is None else string_end.start()
+        stop = sure if ending is None else ending.start()
         if stop > at:
             return ArgumentPiece(stop, in_json(text[at:stop]), "")
-        if string_end is None:
+        if ending is None:
             return None
-        if string_end[0] == quote:
+        if ending[0] == quote:
             self._quote = ""
             self._expects = "colon" if self._is_key else "comma"
-            return ArgumentPiece(string_end.end(), '"', "")
+            return ArgumentPiece(ending.end(), '"', "")
         if len(text) - at < 10 and not end:
             return None
         match = _ESCAPE.match(text, at)
