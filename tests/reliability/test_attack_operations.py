@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import infer
-from tests.support.server_process import ENV, children_named
+from tests.support.server_process import ENV, children_named, state_of
 from tests.support.waits import until
 
 SERVE = [sys.executable, "-m", "infer.server", "--port", "0", "--device", "cpu"]
@@ -149,13 +149,7 @@ def engine_of(pid: int) -> int:
 
 
 def is_gone(pid: int) -> bool:
-    try:
-        return (
-            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-            == "Z"
-        )
-    except OSError:
-        return True
+    return state_of(Path(f"/proc/{pid}")) in "XZ"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

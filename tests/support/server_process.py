@@ -202,8 +202,18 @@ def engines_below(pid: int) -> list[int]:
 
 def cpu_s(pid: int) -> float:
     """Seconds of all cores that a process has used; 0 if it has ended."""
-    ticks = _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[11:13]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, _numbers(Path(f"/proc/{pid}"))[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def state_of(folder: Path) -> str:
+    """The letter that `/proc` has for the state of a process or of one of its threads; "X" if it
+    has ended."""
+    return (_numbers(folder) or ["X"])[0]
+
+
+def _numbers(folder: Path) -> list[str]:
+    """What `stat` says after the name, which may have spaces and brackets."""
+    return _text(folder / "stat").rpartition(")")[2].split()
 
 
 def _text(path: Path) -> str:

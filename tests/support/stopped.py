@@ -7,21 +7,16 @@ import signal
 import time
 from pathlib import Path
 
+from tests.support.server_process import state_of
+
 
 def stop(pid: int) -> None:
     """Stop a process and wait until all its threads stand still."""
     os.kill(pid, signal.SIGSTOP)
-    while any(_state(task) not in "TXZ" for task in Path(f"/proc/{pid}/task").iterdir()):
+    while any(state_of(task) not in "TXZ" for task in Path(f"/proc/{pid}/task").iterdir()):
         time.sleep(0.001)
 
 
 def go_on(pid: int) -> None:
     """Let a stopped process go on."""
     os.kill(pid, signal.SIGCONT)
-
-
-def _state(task: Path) -> str:
-    try:
-        return (task / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"

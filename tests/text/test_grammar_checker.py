@@ -19,6 +19,7 @@ from infer.text.untrusted import workers
 from infer.text.untrusted.grammar_checker import GrammarChecker
 from infer.text.untrusted.worker import OUT_OF_TIME
 from infer.types.grammar import Grammar
+from tests.support.server_process import cpu_s
 
 GOOD = Grammar.choice(["a", "b"])
 
@@ -30,13 +31,9 @@ def is_there(pid: int) -> bool:
 def when_it_computes(pid: int, act: signal.Signals) -> threading.Thread:
     """Send a signal to the process as soon as it computes."""
 
-    def ticks() -> int:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-
     def watch() -> None:
-        before = ticks()
-        while ticks() < before + 3:
+        before_s = cpu_s(pid)
+        while cpu_s(pid) < before_s + 0.03:
             time.sleep(0.005)
         os.kill(pid, act)
 
