@@ -91,6 +91,8 @@ class Counts:
     num_5xx: int = 0
     """But for a 503 with `Retry-After`, and a 504 where the deadline of the call is over."""
     slowest_s: float = 0.0
+    slowest_call: str = ""
+    """What was answered so slowly, cut short."""
     findings: list[dict[str, object]] = field(default_factory=list)
     kind: str = ""
     """Whose turn it is."""
@@ -98,6 +100,11 @@ class Counts:
     def add(self, outcome: str) -> None:
         """One more of the kind whose turn it is."""
         self.outcomes.setdefault(self.kind, Counter())[outcome] += 1
+
+    def took(self, duration_s: float, sent: Call | RawRequest) -> None:
+        """An answer took so long."""
+        if duration_s > self.slowest_s:
+            self.slowest_s, self.slowest_call = duration_s, f"{self.kind}: {sent!r:.1000}"
 
     def report(self) -> dict[str, object]:
         """As the run's last line says it."""
@@ -109,6 +116,7 @@ class Counts:
             "restarts": self.num_restarts,
             "5xx": self.num_5xx,
             "slowest answer, s": round(self.slowest_s, 2),
+            "slowest call": self.slowest_call,
             "findings": self.findings,
         }
 
@@ -164,7 +172,7 @@ class Watched:
             # A stream has its status before it begins; errors of the engine come as an event.
             broken = b'"server_error"' in body
             statuses = [(status, retry, body)] + [(500, None, body[-500:])] * broken
-        self.counts.slowest_s = max(self.counts.slowest_s, time.monotonic() - started_s)
+        self.counts.took(time.monotonic() - started_s, call)
         for status, _, _ in statuses or [(0, None, b"")]:
             self.counts.add(str(status) if status else "no answer")
         failed = [it for it in statuses if it[0] >= 500 and not is_promised(*it)]
