@@ -29,12 +29,15 @@ from pathlib import Path
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import FlakyFailure
 from hypothesis.strategies import SearchStrategy
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from infer.models.hub import SHIPPED_FOLDER
+from infer.server.comparisons import MAX_S
+from infer.server.route_table import COMPARISONS_PATH
 from tests.fuzz.call import MODEL, Call, CallSequence, RawRequest, id_of
 from tests.support.commits import commit_of
 from tests.support.server_process import Served, served, stack_limit
@@ -54,6 +57,8 @@ KINDS = tuple(MODULES)
 SEVERAL, FILES = "several models", "files"
 OPTIONS = ["--port", "0", "--max-seq-len", "512", "--max-batch-size", "8"]
 DEADLINE_S = 60.0
+DEADLINES_S = {COMPARISONS_PATH: MAX_S + 30}
+"""Path → deadline of its answers, where the server itself allows more."""
 ROUND = 100
 """Examples of one kind before it is another's turn."""
 ROUND_OF_FILES = 25
@@ -195,13 +200,14 @@ class Watched:
     def _answered(
         self, method: str, path: str, content: bytes = b"", headers: dict[str, str] | None = None
     ) -> tuple[int, str | None, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=DEADLINE_S)
+        deadline_s = DEADLINES_S.get(path, DEADLINE_S)
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=deadline_s)
         try:
             connection.request(method, path, content, headers or {})
             response = connection.getresponse()
             return response.status, response.getheader("retry-after"), response.read()
         except TimeoutError:
-            raise AssertionError(f"no answer within {DEADLINE_S:g} s") from None
+            raise AssertionError(f"no answer within {deadline_s:g} s") from None
         except (http.client.HTTPException, OSError, UnicodeError, ValueError) as error:
             # A call that no client can send, or that the server has ended without an answer.
             return 0, None, repr(error).encode()
@@ -267,7 +273,8 @@ class Watched:
 def try_examples(
     check: Callable[[Any], None], strategy: SearchStrategy[Any], count: int, number: int
 ) -> None:
-    """So many examples of one kind; what breaks is made smaller before it is raised."""
+    """So many examples of one kind; what breaks is made smaller before it is raised, if it breaks
+    each time."""
     limits = settings(
         max_examples=count,
         deadline=None,
@@ -280,7 +287,12 @@ def try_examples(
     def one(example: Any) -> None:
         check(example)
 
-    seed(number)(limits(given(strategy)(one)))()
+    try:
+        seed(number)(limits(given(strategy)(one)))()
+    except FlakyFailure as flaky:
+        error = AssertionError(f"once, and not again: {flaky.exceptions[0]}")
+        error.add_note(str(flaky))
+        raise error from None
 
 
 @contextmanager

@@ -42,6 +42,20 @@ def test_a_call_that_breaks_something_is_made_small() -> None:
     assert len(told) < 1500
 
 
+def test_what_breaks_once_and_not_again_is_told() -> None:
+    num_broken = 0
+
+    def check(call: Call) -> None:
+        nonlocal num_broken
+        if b"guided" in call.content:
+            num_broken += 1
+            assert num_broken > 1, "no answer"
+
+    with pytest.raises(AssertionError, match="once, and not again: no answer") as caught:
+        try_examples(check, strategy_of("grammars"), 100, 1)
+    assert any("guided_" in note for note in caught.value.__notes__)
+
+
 def test_calls_are_sent_as_they_say() -> None:
     assert Call("POST", "/x", {"a": "é"}).content == b'{"a": "\\u00e9"}'
     assert Call("POST", "/x", {"a": 1}).sent_headers == {"Content-Type": "application/json"}
