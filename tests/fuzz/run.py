@@ -200,7 +200,7 @@ class Watched:
     def _answered(
         self, method: str, path: str, content: bytes = b"", headers: dict[str, str] | None = None
     ) -> tuple[int, str | None, bytes]:
-        deadline_s = DEADLINES_S.get(path, DEADLINE_S)
+        deadline_s = DEADLINES_S.get(path.partition("?")[0], DEADLINE_S)
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=deadline_s)
         try:
             connection.request(method, path, content, headers or {})
