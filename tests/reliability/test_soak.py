@@ -93,6 +93,12 @@ async def soak(server: Served, minutes: float) -> dict[str, Any]:
             for name, ((_, a), *_, (_, b)) in levels.items()
         },
         **{f"slope {name} [MB/h]": round(_slope(each), 2) for name, each in levels.items()},
+        **{
+            f"memory {name} over the time after the first third, MB": tuple(
+                round(level, 1) for _, level in each[:: WINDOWS // 10]
+            )
+            for name, each in levels.items()
+        },
         "files, at rest before and after": (baseline["fds"], stats["fds"]),
         "threads": (baseline["threads"], stats["threads"]),
         "tasks": (baseline["tasks"], stats["tasks"]),
