@@ -49,7 +49,12 @@ _LIMITS = {
     "gt": "above {}",
     "ge": "at least {}",
     "le": "at most {}",
+    "min_length": "a list of at least {}",
     "max_length": "a list of at most {}",
+}
+_LENGTHS = {
+    "min_length": "a string of at least {} characters",
+    "max_length": "a string of at most {} characters",
 }
 
 # Field of one endpoint → the field of another with the same meaning, for the hint in an error.
@@ -177,7 +182,8 @@ def _explained(finding: Any) -> RequestError:
         return RequestError(f"{param} is required", param=param, code="missing_required_parameter")
     if kind == "literal_error" and isinstance(sent, str):
         return UnprocessableError(f"{param} must be {context['expected']}", param=param)
-    limits = [words.format(context[key]) for key, words in _LIMITS.items() if key in context]
+    bounds = _LENGTHS if isinstance(sent, str) else _LIMITS
+    limits = [words.format(context[key]) for key, words in bounds.items() if key in context]
     if limits:
         return UnprocessableError(f"{param} must be {' and '.join(limits)}", param=param)
     right, wrong = _EXPECTED.get(kind, "of another type"), _SENT.get(type(sent), "something else")
