@@ -16,7 +16,7 @@ import infer.engine.build.hardware as machine
 from infer.attention.cpu import NativeBackend, obstacle, threads_for
 from infer.attention.layout import AttentionBackend
 from infer.attention.sdpa import SDPABackend
-from infer.config import EngineConfig, own_function
+from infer.config import EngineConfig
 from infer.engine.build.memory_plan import MemoryPlan, useful_pages
 from infer.errors import ConfigError
 from infer.kernels import cuda
@@ -28,7 +28,7 @@ from infer.runner.grammar_masks import Restrictions
 from infer.runner.graphs import CudaCapture, Graphs, Work, row_sizes, step_sizes
 from infer.runner.kv_storage import KVStorage
 from infer.runner.model_runner import AheadRunner, ModelRunner
-from infer.runner.sampler import sample
+from infer.runner.own_sampler import find_sampler
 
 log = logging.getLogger(__name__)
 
@@ -187,8 +187,7 @@ class RunnerFactory:
         if device.type == "cuda":
             log.warning("the kernels for CUDA are not used, and steps are slow: %s", self.obstacle)
         attention = make_attention(self.config.attention_backend, storage, shape)
-        name = None if self.config.sampler == "default" else self.config.sampler
-        sampler = own_function("sampler", name) if name else sample
+        sampler = find_sampler(self.config.sampler)
         threads = threads_for(self.model, attention)
         runner = ModelRunner(
             self.model, attention, self.restrictions, caches, device, sampler, threads
