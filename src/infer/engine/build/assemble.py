@@ -517,14 +517,15 @@ def _log_ready(
     num_pages: int,
     started_s: float,
 ) -> None:
-    """Log the planned and the actual sizes."""
+    """Log the planned and the actual sizes. `weight_bytes` is by how much the process grew: below 0
+    where it gave memory of an earlier engine back meanwhile."""
     log.info(
         "%s: %s on %s, weights %s (planned %s), KV cache %s, %s (planned %s) for %s tokens,"
         " ready in %.1f s",
         name,
         plan.dtype,
         device,
-        "?" if weight_bytes is None else gib(weight_bytes),
+        "?" if weight_bytes is None or weight_bytes < 0 else gib(weight_bytes),
         gib(plan.weight_bytes),
         plan.kv_cache_dtype,
         gib((num_pages + 1) * plan.page_size * plan.kv_bytes_per_token),
