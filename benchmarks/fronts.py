@@ -12,12 +12,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from tests.support.server_process import Served, asked, cpu_s, hash_server, served
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.support.server_process import (
+    Served,
+    asked,
+    cpu_s,
+    hash_server,
+    served,
+)
 
 
 class Counting(asyncio.Protocol):

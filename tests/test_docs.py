@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from functools import cache
 from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from infer.models.gguf_families import ARCHITECTURES as GGUF_ARCHITECTURES
 from infer.models.quantized_config import METHODS, REFUSED
@@ -226,6 +230,41 @@ def test_the_table_of_quantised_files_is_that_of_their_readers() -> None:
     found = QUANTISED.search(MODELS.read_text(encoding="utf-8"))
     assert found
     assert found[0] == quantised_table()
+
+
+PROGRAM = re.compile(r"\bpython ((?:benchmarks|examples|tests)/[\w/]+\.py)")
+
+
+def programs() -> set[str]:
+    """The files of the repository that pages and docstrings tell people to run."""
+    files = [*PAGES.values(), ROOT / "CONTRIBUTING.md"]
+    for folder in ("benchmarks", "examples", "tests"):
+        files += (ROOT / folder).rglob("*.py")
+    return {path for file in files for path in PROGRAM.findall(file.read_text(encoding="utf-8"))}
+
+
+def lost_imports(source: str) -> list[str]:
+    """What a program imports from the repository's root before that is on its path."""
+    found = []
+    for statement in ast.parse(source).body:
+        if "sys.path" in ast.unparse(statement):
+            break
+        if isinstance(statement, ast.ImportFrom) and statement.module:
+            found.append(statement.module)
+        elif isinstance(statement, ast.Import):
+            found += [alias.name for alias in statement.names]
+    return [name for name in found if name.partition(".")[0] in ("tests", "benchmarks")]
+
+
+def test_a_program_finds_what_it_imports() -> None:
+    """A program's own folder is on its path, not the one from which it is called."""
+    named = programs()
+    assert len(named) > 30
+    assert [path for path in named if not (ROOT / path).exists()] == []
+    sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in named}
+    assert {path: lost for path in named if (lost := lost_imports(sources[path]))} == {}
+    assert lost_imports("import os, tests.a\nfrom tests.b import c") == ["tests.a", "tests.b"]
+    assert lost_imports("import sys\nsys.path.insert(0, '..')\nimport tests.a") == []
 
 
 def test_what_is_broken_is_found() -> None:
