@@ -1,8 +1,9 @@
 """A custom scheduling policy: sequences with the fewest prompt tokens left to compute come first.
 
 A policy gets the sequences that have a seat, in order of arrival, and returns the order in which
-they get tokens of the step. The scheduler lets no sequence wait for more than four steps, so a
-policy cannot starve a request. It is named as `module:function`, here and in
+they get tokens of the step. A sequence without a token for four steps is owed one, and what is no
+order of all sequences is not used, so a policy can neither starve a request nor change its tokens.
+It is named as `module:function`, here and in
 `infer serve --scheduler-policy own_policy:shortest_prompt_first`.
 """
 

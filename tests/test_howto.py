@@ -163,7 +163,7 @@ def test_a_family_that_a_page_adds_is_right_in_every_format(page: str, tmp_path:
     root = copy_of_the_repository(tmp_path)
     for path, (_, source) in results(page).items():
         (root / path).write_text(source, encoding="utf-8")
-    done = run(["-n", "0", *PARITY, "-k", f"{family(page)} or registry"], root)
+    done = run(["-n", "0", *PARITY, *LATTICE, "-k", f"{family(page)} or registry"], root)
     assert done.returncode == 0, done.stdout[-4000:]
 
 
