@@ -78,8 +78,8 @@ class AnswersAnswer:
         done = {"output_text": self._text, "usage": self._usage.fields()}
         yield event(dump(done), "response.completed")
 
-    def failure(self, error: str) -> bytes:
-        return event(error, "error")
+    def failure(self, error: str) -> Iterator[bytes]:
+        yield event(error, "error")
 
 
 class AnswersApi:
