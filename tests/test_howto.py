@@ -124,11 +124,16 @@ def family(page: str) -> str | None:
     return found and found[1]
 
 
+def environment(root: Path) -> dict[str, str]:
+    """Variables with which the package of a copy is imported."""
+    return {**os.environ, "PYTHONPATH": str(root / "src")}
+
+
 def run(arguments: list[str], root: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        env=environment(root),
         capture_output=True,
         text=True,
         timeout=600,
@@ -197,7 +202,7 @@ def test_the_tests_of_a_page_need_its_changes(page: str, tmp_path: Path) -> None
     if any(path.endswith(".cpp") for path in made):
         build(root)
     for program in WRITERS:
-        subprocess.run([sys.executable, program], cwd=root, check=True)
+        subprocess.run([sys.executable, program], cwd=root, env=environment(root), check=True)
     whole = [[*WRITERS, "-k", "table or families"]]
     if name := family(page):
         whole.append([*PARITY, *LATTICE, "-m", "slow or not slow", "-k", name])
