@@ -20,13 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.support.server_process import (
-    Served,
-    asked,
-    cpu_s,
-    hash_server,
-    served,
-)
+from tests.support.server_process import Served, asked, cpu_s, hash_server, served
 
 
 class Counting(asyncio.Protocol):

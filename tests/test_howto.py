@@ -37,12 +37,8 @@ PARITY = (
 list of its tensors with what its class takes."""
 LATTICE = ("tests/engine/test_lattice_families.py",)
 """What runs a family in every kind of batch."""
-
-
 WRITERS = ("tests/test_docs.py", "tests/test_architecture.py")
 """Programs that write the tables of the pages; as tests they compare them with the source."""
-IGNORED = shutil.ignore_patterns("__pycache__", "*.safetensors", "clients", "reliability")
-"""What a copy of the repository does without."""
 
 
 def blocks(page: str) -> list[str]:
@@ -103,8 +99,9 @@ def results(page: str) -> dict[str, tuple[str, str]]:
 
 def copy_of_the_repository(to: Path) -> Path:
     """Sources and tests; what is large is linked."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.safetensors", "clients", "reliability")
     for name in ("src", "tests", "docs"):
-        shutil.copytree(ROOT / name, to / name, ignore=IGNORED)
+        shutil.copytree(ROOT / name, to / name, ignore=ignored)
     for name in ("pyproject.toml", "setup.py", "README.md", "CONTRIBUTING.md", "LICENSE"):
         shutil.copy(ROOT / name, to)
     for weights in (ROOT / "src/infer/demo_model").glob("*.safetensors"):

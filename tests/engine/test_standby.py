@@ -97,7 +97,7 @@ def test_the_standby_becomes_the_next_engine_and_is_replaced(standby: Standby) -
         await until_async(lambda: read(f"/proc/{pid}/oom_score_adj").strip() == "1000", IMPORTS_S)
         before_s = cpu_s(pid)
         await asyncio.sleep(0.2)
-        assert cpu_s(pid) < before_s + 0.02, "it is idle"
+        assert cpu_s(pid) < before_s + 0.015, "it is idle"
 
     run(standby, body)
 

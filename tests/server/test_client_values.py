@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import Field
 
 from infer.engine.client.input import InputProcessor
-from infer.errors import RequestError
+from infer.errors import RequestError, UnprocessableError
 from infer.server.openai.schema_base import Wire, read
 from infer.server.openai.typed_completions import TypedCompletionBody
 from tests.support.doubles import make_hash_llm
@@ -309,3 +310,18 @@ def test_an_input_that_is_no_object_can_be_sent_back_in_messages(given: Any) -> 
     turns = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
     body = {"max_tokens": 4, "messages": turns}
     assert ask(make_hash_llm(), "/v1/messages", body).status == 200
+
+
+def test_lengths_are_said_of_lists_and_of_strings() -> None:
+    class Sized(Wire):
+        names: list[str] = Field(["a"], min_length=1, max_length=2)
+        word: str = Field("a", min_length=1, max_length=3)
+
+    for body, said in (
+        ({"names": []}, "names must be a list of at least 1"),
+        ({"names": ["a"] * 3}, "names must be a list of at most 2"),
+        ({"word": ""}, "word must be a string of at least 1 characters"),
+        ({"word": "four"}, "word must be a string of at most 3 characters"),
+    ):
+        with pytest.raises(UnprocessableError, match=said):
+            read(Sized, body)

@@ -33,7 +33,7 @@ def when_it_computes(pid: int, act: signal.Signals) -> threading.Thread:
 
     def watch() -> None:
         before_s = cpu_s(pid)
-        while cpu_s(pid) < before_s + 0.03:
+        while is_there(pid) and cpu_s(pid) < before_s + 0.025:
             time.sleep(0.005)
         os.kill(pid, act)
 
