@@ -9,6 +9,7 @@ behind the source. Of a change that the repository has already, the copy is with
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
@@ -138,6 +139,15 @@ def run(arguments: list[str], root: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+COLLECTS = """
+import json, sys, pytest
+calls = json.loads(sys.argv[1])
+codes = [pytest.main(["-q", "--collect-only", "-n", "0", *call]) for call in calls]
+sys.exit(f"{codes} {calls}" if any(codes) else 0)
+"""
+"""A program that ends with an error if one of several calls of pytest selects no test."""
+
+
 def build(root: Path) -> None:
     """Compile the native library of a copy; the test is skipped where that cannot be."""
     if not shutil.which("c++"):
@@ -179,6 +189,8 @@ def test_the_changes_of_a_page_keep_the_rules(page: str, tmp_path: Path) -> None
     sources = [path for path in made if path.endswith(".py")]
     for linter in (["check"], ["format", "--check"]):
         subprocess.run([sys.executable, "-m", "ruff", *linter, *sources], cwd=root, check=True)
+    collect = [sys.executable, "-c", COLLECTS, json.dumps(commands(page))]
+    subprocess.run(collect, cwd=root, env=environment(root), check=True, timeout=300)
 
 
 @pytest.mark.slow
