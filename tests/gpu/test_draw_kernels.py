@@ -114,6 +114,8 @@ def test_narrowed_draws(device: torch.device) -> None:
         Wish(top_p=0.9, seed=3),
         Wish(top_p=0.1, seed=4),
         Wish(min_p=0.05),
+        Wish(top_p=5e-324, seed=6),  # 0 in float32
+        Wish(min_p=5e-324, seed=7),
         Wish(1.5, top_k=50, top_p=0.7, min_p=0.02, seed=-8),
         Wish(1.5, top_p=0.6, min_p=0.01, seed=9),
         Wish(),

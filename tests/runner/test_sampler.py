@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from infer.runner import sampler
 from infer.runner.sampler import sample, uniform
 from infer.schedule.sequence import Sequence
 from infer.types import Request, SamplingParams
+from infer.types.sampling import MIN_TEMPERATURE
 from tests.support.cases import one_of
 
 PROMPT = (3, 1, 4)
@@ -278,3 +280,40 @@ def test_extreme_logits_are_safe() -> None:
     hot = sequence(temperature=2.0)
     cold = sequence(temperature=0.01, top_p=0.1)
     assert tokens(logits, hot, cold, sequence(min_p=1.0)) == [4, 4, 4]
+
+
+LEAST = 5e-324
+"""The smallest number above 0, which is 0 in float32."""
+EXTREMES: dict[str, tuple[Any, ...]] = {
+    "temperature": (0.0, MIN_TEMPERATURE, 2.0),
+    "top_k": (0, 3),
+    "top_p": (LEAST, 0.9, 1.0),
+    "min_p": (0.0, LEAST, 1.0),
+    "repetition_penalty": (LEAST, 1e-38, 1.0, 10.0),
+    "presence_penalty": (-2.0, LEAST),
+    "logit_bias": ((), ((1, 100.0), (3, LEAST))),
+}  # fmt: skip
+"""What requests may have at the ends of each range."""
+
+
+@pytest.mark.parametrize("largest", [0.0, 1.0, 1e30, 3.4e38])
+def test_numbers_at_the_ends_of_their_ranges_end_in_a_token(largest: float) -> None:
+    wishes = [dict(zip(EXTREMES, values, strict=True)) for values in product(*EXTREMES.values())]
+    sequences = [
+        sequence(seed, output=(4, 4), **wish, min_tokens=1) for seed, wish in enumerate(wishes)
+    ]
+    row = torch.tensor([0.0, largest, -largest, largest / 2, -1.0, 0.0, -torch.inf, -0.0] * 10)
+    results = sample(row.repeat(len(wishes), 1), sequences)
+    assert [result.error for result in results] == [""] * len(wishes)
+    assert all(row[result.token_id] > -torch.inf for result in results)
+
+
+def test_a_penalty_near_0_is_its_limit() -> None:
+    logits = torch.tensor([[2.0, 1.0, 9.0, -torch.inf, -1.0]])
+    for penalty in (LEAST, 1e-45, 1e-38, 1e-30):
+        near = [
+            sequence(temperature=temperature, repetition_penalty=penalty, **params)
+            for temperature in (0.0, 0.01, 1.0, 2.0)
+            for params in ({}, {"top_p": 0.5}, {"top_k": 2}, {"min_p": 0.1})
+        ]
+        assert tokens(logits.repeat(len(near), 1), *near) == [1] * len(near)

@@ -137,7 +137,9 @@ inline int64_t draw(const float* row, long n, float top, const DrawRow& wanted, 
       const Words lower = below(INDEX + i, Words{} + token);  // -1 or 0; of equals the lower go before
       return where(below(lower + weight, (Words)w), w);
     });
-    if (total(sums, n) < limit) return token;
+    // The loop ends for any numbers: each turn leaves fewer tokens, and where none is left, or a NaN, it is over.
+    const double rest = total(sums, n);
+    if (!(rest > 0 && rest >= limit)) return token;
     state = splitmix64(state);
   }
 }

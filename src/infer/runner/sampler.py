@@ -274,7 +274,10 @@ def adjust(rows: Tensor, sequences: Seq[SamplerRow], forbidden: Forbidden = NOTH
     if seen.ids:
         index, by = seen.tensors()
         before = flat[index]  # repeated ids are harmless: each writes the same result
-        flat[index] = torch.where(before > 0, before / by, before * by)
+        # What a penalty near 0 makes of a logit may be beyond float32, and stays a number.
+        by = by.clamp(min=torch.finfo(by.dtype).tiny)
+        after = torch.where(before > 0, before / by, before * by)
+        flat[index] = after.clamp(max=torch.finfo(after.dtype).max)
     if written.ids:
         index, by = written.tensors()
         flat[index] -= by
@@ -422,7 +425,8 @@ def _keep_top_p(weights: Tensor, limit: float, token: int, sequence: SamplerRow)
     for attempt in count(1):
         weights = vocab_blocks.more_probable(weights, token)
         sums = vocab_blocks.running_sums(weights.unsqueeze(0))
-        if not sums[0, -1].item() >= limit:
+        rest = sums[0, -1].item()
+        if not (rest > 0 and rest >= limit):
             break
         points = _points([sequence], sums, attempt)
         token = int(vocab_blocks.pick(weights.unsqueeze(0), sums, points))

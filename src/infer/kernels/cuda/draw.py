@@ -324,7 +324,8 @@ def narrow(
                 base, chosen, count, vocab, top, factor, least, last_equal, bound, bound_place,
                 lowest, BLOCK,
             )  # fmt: skip
-            drawing = (total >= limit) & (top_p < 1)
+            # In float32 a top-p near 0 is 0, and so may be its limit.
+            drawing = (total > 0) & (total >= limit) & (top_p < 1)
             random = _mix(random)
         tl.store(tokens + row, token)
 
