@@ -45,7 +45,9 @@ START = ("server/early_listener.py", "server/early_stream.py", "server/serve.py"
 VIEWERS = ("server/observe", "server/viewers.py", "requests")
 FILES = ("models/", "text/", "files.py", "private_files.py", "readable_text.py")
 """What strangers' files go through."""
-FUZZED = (*FRONT, *KEYS, *TEXT, *UNTRUSTED, *FILES, "server/sessions")
+DRAWS = ("runner/sampler.py", "runner/vocab_blocks.py", "csrc/draw.cpp", "csrc/draw_row.h")
+"""What the numbers of a request reach."""
+FUZZED = (*FRONT, *KEYS, *TEXT, *UNTRUSTED, *FILES, *DRAWS, "server/sessions")
 """What the fuzzer's input reaches."""
 
 
