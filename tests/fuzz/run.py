@@ -60,7 +60,6 @@ DEADLINE_S = 60.0
 DEADLINES_S = {COMPARISONS_PATH: MAX_S + 30}
 """Path → deadline of its answers, where the server itself allows more."""
 LOAD_PATH, UNLOAD_PATH = "/v1/models/load", "/v1/models/unload"
-JSON = {"content-type": "application/json"}
 ROUND = 100
 """Examples of one kind before it is another's turn."""
 ROUND_OF_FILES = 25
@@ -180,7 +179,7 @@ class Watched:
             broken = b'"server_error"' in body
             statuses = [(status, retry, body)] + [(500, None, body[-500:])] * broken
             if status == 200 and call.path.partition("?")[0].rstrip("/") == UNLOAD_PATH:
-                self._load_again(call.body)
+                self._load_again(json.loads(call.content)["model"])
         self.counts.took(time.monotonic() - started_s, call)
         for status, _, _ in statuses or [(0, None, b"")]:
             self.counts.add(str(status) if status else "no answer")
@@ -190,11 +189,9 @@ class Watched:
         assert self.server.engine_pids() == self._engines, "an engine's process is another one"
         assert not failed, (failed[0][0], failed[0][2][:500])
 
-    def _load_again(self, body: object) -> None:
-        """A model that a call has unloaded: its engine has ended as it was told."""
-        assert isinstance(body, dict)
-        content = json.dumps({"model": body["model"]}).encode()
-        status, _, answer = self._answered("POST", LOAD_PATH, content, JSON)
+    def _load_again(self, model: str) -> None:
+        """Load what a call has unloaded: its engine has ended as it was told."""
+        status, _, answer = self._send(Call("POST", LOAD_PATH, {"model": model}), [])
         assert status == 200, answer
         self._engines = self.server.engine_pids()
 
