@@ -25,6 +25,10 @@ os.environ["XDG_RUNTIME_DIR"] = _RUNTIME.name
 # Nor are what servers store.
 os.environ["XDG_STATE_HOME"] = _RUNTIME.name
 
+# Servers of tests are on this machine, where no proxy of the environment reaches them.
+for _name in ("no_proxy", "NO_PROXY"):
+    os.environ[_name] = ",".join(filter(None, (os.environ.get(_name), "127.0.0.1,localhost,::1")))
+
 # A shell that starts this run in the background has it ignore Ctrl-C; what tests start would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

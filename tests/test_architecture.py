@@ -434,6 +434,22 @@ def constructor_problems(root: Path) -> list[str]:
     return problems
 
 
+def start_problems(root: Path) -> list[str]:
+    """Processes and servers that are started with more than we give them: a Python that looks for
+    modules in the folder where it is started, and a uvicorn with the environment's settings."""
+    problems = []
+    for name, _, tree in modules(root):
+        for node in nodes(tree):
+            words = [ast.unparse(part) for part in getattr(node, "elts", ())]
+            for word, following in pairwise([*words, ""]):
+                if word == "sys.executable" and following != "'-P'":
+                    problems.append(f"{name}: Python without -P: {' '.join(words)}")
+            is_config = isinstance(node, ast.Call) and ast.unparse(node.func) == "uvicorn.Config"
+            if is_config and name != "server.http.uvicorn_config":
+                problems.append(f"{name}: uvicorn.Config, where uvicorn_config is to be taken")
+    return problems
+
+
 def _assigned(tree: ast.AST, *, of_self: bool) -> Iterator[tuple[int, str]]:
     """Line and name of the public attributes that are assigned, of `self` or of anything else."""
     for node in nodes(tree):
@@ -459,6 +475,7 @@ CHECKS: list[Check] = [
     state_problems,
     size_problems,
     constructor_problems,
+    start_problems,
 ]
 
 
@@ -499,6 +516,9 @@ BREAKS = [
     (size_problems, "schedule/seats.py", "x = 1\n" * 201),
     (constructor_problems, "runner/x.py", SERVICE + "def f(a):\n    a.observer = 1"),
     (constructor_problems, "runner/x.py", "def f(a):\n    object.__setattr__(a, 'b', 1)"),
+    (start_problems, "server/x.py", "x = [sys.executable, '-m', 'infer']"),
+    (start_problems, "server/x.py", "x = (sys.executable,)"),
+    (start_problems, "server/x.py", "uvicorn.Config(app)"),
 ]
 
 

@@ -18,11 +18,14 @@ from typing import Any, NamedTuple
 
 import h11
 import pytest
+import uvicorn.config
 import uvicorn.server
+from starlette.applications import Starlette
 from uvicorn.protocols.http import flow_control, h11_impl
 
 from infer.server import serve
 from infer.server.http import bounded_protocol
+from infer.server.http.uvicorn_config import uvicorn_config
 
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 BOUNDED = ("h11", "starlette", "uvicorn")
@@ -130,6 +133,25 @@ def test_what_our_classes_change_is_in_the_library(derived: Derived) -> None:
 def test_what_is_used_of_a_library_is_there(thing: Any, names: str) -> None:
     missing = set(names.split()) - attributes_of(thing)
     assert not missing, f"{thing} has no {', '.join(sorted(missing))}"
+
+
+def test_uvicorn_reads_no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that its configuration looks at are of the platform, or of other programs."""
+    app = Starlette()
+
+    def made() -> dict[str, Any]:
+        config = uvicorn_config(app, h11_impl.H11Protocol, lifespan="off")
+        config.load()
+        assert config.loaded_app is app, "nothing lies between it and us"
+        return vars(config)
+
+    before = made()
+    source = inspect.getsource(uvicorn.config)
+    variables = set(re.findall(r'environ(?:\.get\(|\[)\s*"(\w+)"', source))
+    assert {"WEB_CONCURRENCY", "FORWARDED_ALLOW_IPS"} <= variables
+    for variable in variables:
+        monkeypatch.setenv(variable, "*")
+    assert made() == before
 
 
 def test_versions_have_upper_bounds() -> None:

@@ -108,6 +108,23 @@ def test_one_at_a_time_and_it_ends_with_its_client(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
+def test_a_folder_that_it_starts_in_is_searched_for_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may have been started in the folder of a stranger's checkpoint."""
+    for name in {*sys.stdlib_module_names, "infer", "msgspec", "numpy", "torch"}:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(3)", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+
+    async def main() -> None:
+        async with make_hash_llm() as engine:
+            body = ComparisonBody(seats=2, num_requests=2)
+            assert json.loads(await Comparisons(engine).run(body))["seats"] == 2
+
+    asyncio.run(main())
+
+
 def test_a_process_that_fails_is_our_error() -> None:
     async def main() -> None:
         async with make_hash_llm() as engine:

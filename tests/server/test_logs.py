@@ -108,12 +108,26 @@ def test_every_line_is_json(capfd: pytest.CaptureFixture[str]) -> None:
     assert "ValueError: what" in lines[5]["exception"]
 
 
-def test_lines_of_requests_have_the_clients_address(caplog: pytest.LogCaptureFixture) -> None:
+OTHERS = ("X-Forwarded-For", "X-Real-IP", "Forwarded", "X-Client-IP", "True-Client-IP")
+"""Headers in which a proxy may say for whom it asks, and a client whatever it likes."""
+
+
+@pytest.mark.parametrize("trusted", [None, "*"])
+def test_lines_of_requests_have_the_clients_address(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, trusted: str | None
+) -> None:
+    """And no other, whatever its headers say, though uvicorn would believe those of this machine,
+    or of all that FORWARDED_ALLOW_IPS has."""
+    if trusted is not None:
+        monkeypatch.setenv("FORWARDED_ALLOW_IPS", trusted)
     caplog.set_level(logging.INFO, "infer")
-    with (
-        live(make_hash_llm()) as url,
-        urllib.request.urlopen(f"{url}/v1/models", timeout=5) as response,
-    ):
-        response.read()
-    (line,) = [r for r in caplog.records if r.getMessage() == "request"]
-    assert json.loads(JsonLines().format(line))["client"].startswith("127.0.0.1:")
+    says = dict.fromkeys(OTHERS, "203.0.113.9") | {"X-Forwarded-Proto": "https"}
+    with live(make_hash_llm()) as url:
+        for headers in ({}, says):
+            request = urllib.request.Request(f"{url}/v1/models", headers=headers)
+            with urllib.request.urlopen(request, timeout=5) as response:
+                response.read()
+    lines = [r for r in caplog.records if r.getMessage() == "request"]
+    assert len(lines) == 2
+    for line in lines:
+        assert json.loads(JsonLines().format(line))["client"].startswith("127.0.0.1:")

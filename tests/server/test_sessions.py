@@ -23,7 +23,7 @@ from infer.server.sessions.store import LEASE_S, SessionStore
 from infer.server.settings import ServerSettings
 from infer.server.tenancy.keys import KeyLimits, Keys
 from tests.support.doubles import make_hash_llm
-from tests.support.postgresql import postgresql, run_sql
+from tests.support.postgresql import pooled, postgresql, run_sql
 from tests.support.serving import CHAT, App, Reply, chat_body, scripted, spelled, with_app
 from tests.support.several_fronts import FrontOfSeveral, SharedByFronts, with_several_fronts
 
@@ -37,14 +37,27 @@ def postgres() -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.peer)])
+@pytest.fixture(scope="module")
+def pool(postgres: str) -> Iterator[str]:
+    """URL of a pool before it."""
+    with pooled(postgres) as url:
+        yield url
+
+
+@pytest.fixture(
+    params=[
+        "sqlite",
+        pytest.param("postgres", marks=pytest.mark.peer),
+        pytest.param("pool", marks=pytest.mark.peer),
+    ]
+)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """URL of an empty database."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'sessions.db'}"
-    urls: str = request.getfixturevalue("postgres")
+    urls: str = request.getfixturevalue(request.param)
     name = f"t{secrets.token_hex(8)}"
-    run_sql(urls % "postgres", f"CREATE DATABASE {name}")
+    run_sql(request.getfixturevalue("postgres") % "postgres", f"CREATE DATABASE {name}")
     return urls % name
 
 

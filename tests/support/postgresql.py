@@ -1,4 +1,4 @@
-"""A PostgreSQL server for a test, on a socket in a folder of its own."""
+"""A PostgreSQL server for a test, on a socket in a folder of its own, and a pool before it."""
 
 from __future__ import annotations
 
@@ -49,6 +49,32 @@ def postgresql() -> Iterator[str]:
                 yield f"postgresql+psycopg://infer@/%s?host={folder}"
             finally:
                 process.send_signal(signal.SIGINT)  # SIGTERM would wait for its clients
+
+
+@contextmanager
+def pooled(url: str) -> Iterator[str]:
+    """Run PgBouncer before a server, which gives a connection to another client after each
+    transaction; yields the URL with its port. The test is skipped where it is missing."""
+    program = shutil.which("pgbouncer", path=os.pathsep.join([PATH, "/usr/sbin"]))
+    if program is None:
+        pytest.skip("PgBouncer is not here")
+    folder = Path(url.rpartition("host=")[2])
+    settings = folder / "pool.ini"
+    settings.write_text(
+        f"[databases]\n* = host={folder} port=5432 user=infer\n[pgbouncer]\nlisten_addr =\n"
+        f"unix_socket_dir = {folder}\nlisten_port = 6432\nauth_type = any\n"
+        "pool_mode = transaction\ndefault_pool_size = 2\n",
+        encoding="utf-8",
+    )
+    settings.chmod(0o644)
+    how: Any = {"user": "nobody"} if os.geteuid() == 0 else {}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **how}
+    with subprocess.Popen([program, "-q", settings], **quiet) as process:
+        try:
+            until((folder / ".s.PGSQL.6432").exists, 20)
+            yield f"{url}&port=6432"
+        finally:
+            process.kill()
 
 
 def run_sql(url: str, statement: str) -> None:

@@ -13,8 +13,10 @@ import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies_environment, proxy_bypass
 
-from infer.cli.explain import get_json
+from infer.cli.explain import get_json, is_here
 from infer.errors import InferError
 
 MIN_WINDOW = 32_768
@@ -105,6 +107,16 @@ AGENTS: Mapping[str, Callable[[ServedModel], Start]] = {
 """Agents by the name of their command."""
 
 
+def around_proxies(url: str) -> Mapping[str, str]:
+    """What an agent's environment needs besides, so that a proxy is not asked for this machine."""
+    parts, proxies = urlsplit(url), getproxies_environment()
+    host = parts.hostname or ""
+    if not proxies.keys() - {"no"} or not is_here(parts.netloc) or proxy_bypass(host):
+        return {}
+    value = ",".join(filter(None, (proxies.get("no"), host)))
+    return {"NO_PROXY": value, "no_proxy": value}
+
+
 def find_target(url: str, model: str | None, api_key: str | None) -> ServedModel:
     """What the server at `url` has. Raises `InferError` with one sentence."""
     url = url.rstrip("/").removesuffix("/v1")
@@ -126,7 +138,8 @@ def run_connect(agent: str, url: str, model: str | None, api_key: str | None, st
     if agent not in AGENTS:
         raise InferError(f"there is no agent {agent!r}; known are {', '.join(AGENTS)}")
     target = find_target(url, model, api_key)
-    how = AGENTS[agent](target)
+    environment, command = AGENTS[agent](target)
+    how = Start({**environment, **around_proxies(target.url)}, command)
     if target.window < MIN_WINDOW:
         window = f"the context of {target.model!r} has {target.window:,} tokens"
         raise InferError(

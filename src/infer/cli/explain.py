@@ -26,6 +26,7 @@ from rich.text import Text
 from infer.cli.plain import plain
 from infer.errors import InferError, RequestError
 from infer.files import parse_json
+from infer.server.http.host_rules import is_loopback, name_of
 
 Fields = dict[str, Any]
 TIMEOUT_S = 30.0
@@ -58,7 +59,7 @@ def opened(
     problem = f"no infer server answers at {url}"
     try:
         request = urllib.request.Request(f"{url.rstrip('/')}{path}", data, headers)
-        with urllib.request.urlopen(request, timeout=timeout_s) as reply:
+        with _opener(request.host).open(request, timeout=timeout_s) as reply:
             problem = failure
             yield reply
     except urllib.error.HTTPError as error:
@@ -70,6 +71,19 @@ def opened(
     except (OSError, ValueError, HTTPException) as error:
         cause = error.reason if isinstance(error, urllib.error.URLError) else error
         raise InferError(f"{problem}: {one_line(cause)}") from None
+
+
+def is_here(authority: str) -> bool:
+    """Whether a host, which may have a port, is this machine. The proxies of the environment
+    (http_proxy, …) are for other hosts: one could not reach a server here, and would get its key.
+    """
+    name = name_of(authority) or ""
+    return name == "localhost" or is_loopback(name)
+
+
+def _opener(authority: str) -> urllib.request.OpenerDirector:
+    proxies = [urllib.request.ProxyHandler({})] if is_here(authority) else []
+    return urllib.request.build_opener(*proxies)
 
 
 def fetch(url: str, request_id: str, api_key: str | None) -> Fields:

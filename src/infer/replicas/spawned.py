@@ -15,17 +15,29 @@ FACTORY = "infer.engine.build.assemble:prepare_process"
 """`module:function` that makes the blueprint of an engine in its process."""
 
 
+def module_command(module: str, *arguments: str) -> list[str]:
+    """The command of a process that runs a module. With `module_environment`, it finds modules
+    where this process finds them, and nowhere else: not in the folder where the server was started,
+    which may be a stranger's checkpoint."""
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def module_environment() -> dict[str, str]:
+    """The environment of such a process."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
 def start_module(
     module: str, *arguments: str, pass_fds: Sequence[int], stderr: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a process that runs a module. It finds modules where this process finds them, and
-    nowhere else; it has the descriptors `pass_fds`, and nothing to read."""
+    """Start a process that runs a module, as `module_command` says. It has the descriptors
+    `pass_fds`, and nothing to read."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *arguments],
+        module_command(module, *arguments),
         pass_fds=pass_fds,
         stdin=subprocess.DEVNULL,
         stderr=stderr,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        env=module_environment(),
     )
 
 

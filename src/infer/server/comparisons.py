@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Annotated, Literal, TypeVar
@@ -16,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from infer.engine.client.async_llm import AsyncLLM
 from infer.errors import DeadlineError, EngineError, InferError
 from infer.fair_queue import FairQueue
+from infer.replicas.spawned import module_command, module_environment
 from infer.server.http.error_responses import HttpError, describe, too_many
 from infer.server.openai.events import event
 from infer.server.openai.schema import Body
@@ -33,7 +33,7 @@ MAX_S = 120.0
 """Seconds after which a comparison is ended."""
 MAX_BYTES = 32 * 1024 * 1024
 """Bytes of an answer."""
-COMMAND = (sys.executable, "-m", "infer.bench.comparison")
+COMMAND = tuple(module_command("infer.bench.comparison"))
 _RETRY_S = 10
 
 
@@ -116,6 +116,7 @@ class Comparisons:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
+            env=module_environment(),
             start_new_session=True,  # the end of a terminal ends the server, and that ends this
         )
         assert process.stdout is not None

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,6 +18,7 @@ from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import KEY, ConnectionLimits, Connections
 from infer.server.http.error_responses import RequestBoundary, error_handlers
 from infer.server.http.hosts import HostGuard
+from infer.server.http.uvicorn_config import uvicorn_config
 from infer.server.observe.logs import log_request
 from infer.server.offload import Offload
 from infer.server.request_views import RequestViews
@@ -28,7 +28,6 @@ from infer.server.tenancy.limits import AuthMiddleware
 
 MAX_CONNECTIONS = 64
 """Connections that may be open here; unused ones give way."""
-KEEP_ALIVE_S = 75
 
 
 class _AsTheServer:
@@ -71,20 +70,15 @@ class ProbeServer:
             ],
         )
         app.router.redirect_slashes = False
-        self._config = uvicorn.Config(
+        self._config = uvicorn_config(
             app,
-            http=functools.partial(  # type: ignore[arg-type]
+            functools.partial(
                 BoundedProtocol,
                 write_stall_s=settings.write_stall_s,
                 places=Connections(ConnectionLimits(MAX_CONNECTIONS, 4)),
                 limits=settings.limits,
             ),
-            ws="none",
             lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._state = ServerState()
         self._server: asyncio.Server | None = None

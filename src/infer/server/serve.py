@@ -48,6 +48,7 @@ from infer.server.early_listener import EarlyListener, listening
 from infer.server.http.bounded_protocol import BoundedProtocol
 from infer.server.http.connections import ConnectionLimits, Connections, connection_limits
 from infer.server.http.tls_connection import accept_tls
+from infer.server.http.uvicorn_config import uvicorn_config
 from infer.server.loaded_models import LoadedModels
 from infer.server.models_folder import ModelsFolder, launches_in
 from infer.server.models_memory import ModelsMemory
@@ -72,7 +73,6 @@ from infer.signals import ENDING, Hangup, answer_users, open_standard_streams
 
 log = logging.getLogger("infer.server")
 
-KEEP_ALIVE_S = 75
 LAST_REQUESTS_S = 1.0
 """The seconds for which a server stays whose port is closed, for connections that came just then.
 """
@@ -116,9 +116,9 @@ class Server(uvicorn.Server):
         self._places = places = Connections(connection_limits(whole))
         app, turn_away = self._app_of(engine, settings, page)
         super().__init__(
-            uvicorn.Config(
+            uvicorn_config(
                 app,
-                http=functools.partial(  # type: ignore[arg-type]
+                functools.partial(
                     BoundedProtocol,
                     write_stall_s=settings.write_stall_s,
                     places=places,
@@ -127,14 +127,9 @@ class Server(uvicorn.Server):
                     limits=most,
                 ),
                 loop="asyncio",  # whose transports BoundedProtocol knows; uvloop comes with Ray
-                ws="none",
                 lifespan="on",
-                log_config=None,
                 log_level="warning",
-                access_log=False,
-                server_header=False,
                 backlog=places.limits.accepted_at_once,
-                timeout_keep_alive=KEEP_ALIVE_S,
                 ssl_certfile=settings.ssl_certfile,
                 ssl_keyfile=settings.ssl_keyfile,
                 timeout_graceful_shutdown=int(settings.drain_timeout_s + _LAST_WORDS_S),

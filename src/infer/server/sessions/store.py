@@ -153,6 +153,10 @@ class SessionStore:
                 self._turns = _Turns(limits.database_busy_s)
             elif where.get_backend_name() == "postgresql":
                 waits = {"connect_args": {"connect_timeout": CONNECT_S}, "pool_timeout": CONNECT_S}
+                if where.get_driver_name() == "psycopg":
+                    # A pool between (PgBouncer) may give each transaction another connection, which
+                    # has not prepared the statements, or has prepared others by the same names.
+                    waits["connect_args"]["prepare_threshold"] = None
             self._engine = sql.create_engine(
                 where, hide_parameters=True, pool_pre_ping=True, **waits
             )
