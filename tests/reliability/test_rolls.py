@@ -7,6 +7,7 @@ requests. `pytest -m peer tests/reliability/test_rolls.py`; skipped where a prox
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -24,8 +25,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.doubles import make_hash_llm
 from tests.support.raw_http import connect
 from tests.support.server_process import ENV, ROOT
+from tests.support.serving import live
 from tests.support.transports import make_certificate
 from tests.support.waits import until
 
@@ -119,8 +122,11 @@ class Backend:
 
 
 @contextmanager
-def haproxy(folder: Path, ports: list[int], tls: Path | None = None) -> Iterator[str]:
-    """HAProxy in front of servers. `tls`: file of the certificates that they may show."""
+def haproxy(
+    folder: Path, ports: list[int], tls: Path | None = None, *, is_plain: bool = False
+) -> Iterator[str]:
+    """HAProxy in front of servers. `tls`: file of the certificates that they may show; `is_plain`:
+    it does not speak TLS itself."""
     program = shutil.which("haproxy")
     if program is None:
         pytest.skip("haproxy is not installed")
@@ -129,13 +135,15 @@ def haproxy(folder: Path, ports: list[int], tls: Path | None = None) -> Iterator
     pem.write_bytes(Path(certificate).read_bytes() + Path(key).read_bytes())
     port = free_port()
     text = block_of("HAProxy", ports).replace("/etc/haproxy/infer.pem", str(pem))
+    if is_plain:
+        text = text.replace(f" ssl crt {pem}", "")
     if tls is not None:
         text = text.replace(" check\n", f" check ssl verify required ca-file {tls}\n")
     file = folder / "haproxy.cfg"
     file.write_text(text.replace("bind :443", f"bind 127.0.0.1:{port}"), encoding="utf-8")
     with subprocess.Popen([program, "-db", "-f", file]) as process:
         try:
-            yield f"https://127.0.0.1:{port}"
+            yield f"http{'' if is_plain else 's'}://127.0.0.1:{port}"
         finally:
             process.terminate()
 
@@ -237,6 +245,33 @@ def test_ten_restarts_lose_nothing(proxy: Any, tmp_path: Path) -> None:
     print({"streams" if kind else "plain": dict(counts) for kind, counts in ends.items()})
     for counts in ends.values():
         assert set(counts) == {"whole"}, ends
+
+
+def reads_of(url: str, body: dict[str, Any]) -> int:
+    """In how many pieces a stream arrives."""
+    data = json.dumps({**body, "stream": True}).encode()
+    lines = ["POST /v1/completions HTTP/1.1", "host: localhost", "accept-encoding: gzip"]
+    lines += ["connection: close", "content-type: application/json", f"content-length: {len(data)}"]
+    with connect(url) as sock:
+        sock.settimeout(60)
+        sock.sendall("\r\n".join([*lines, "", ""]).encode() + data)
+        received = list(iter(lambda: sock.recv(65536), b""))
+    assert b"data: [DONE]" in b"".join(received)
+    return len(received)
+
+
+@pytest.mark.parametrize(
+    "proxy", [haproxy, functools.partial(haproxy, is_plain=True), nginx, envoy]
+)
+def test_a_proxy_hands_on_each_token(proxy: Any, tmp_path: Path) -> None:
+    """By itself HAProxy collects for 200 ms where it does not speak TLS."""
+    body = {"prompt": [1, 2], "max_tokens": 200, "ignore_eos": True}
+    with live(make_hash_llm(step_s=0.01)) as direct:
+        port = int(direct.rpartition(":")[2])
+        with proxy(tmp_path, [port, port]) as url:
+            until(lambda: _is_up(url), 30)
+            assert reads_of(url, body) > 50
+            assert reads_of(direct, body) > 50
 
 
 def _is_up(url: str) -> bool:

@@ -35,10 +35,11 @@ Render = Callable[..., Awaitable[Any]]
 
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
+    (b"cache-control", b"no-cache, no-transform"),
     (b"x-accel-buffering", b"no"),
 )
-"""Headers of a stream of events; the last one keeps nginx from collecting it."""
+"""Headers of a stream of events. With `no-transform` nobody compresses it, which some do only when
+they have enough of it; the last one keeps nginx from collecting it."""
 
 
 class Sink(Protocol):
