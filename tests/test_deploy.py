@@ -6,8 +6,8 @@ is compared with the source: settings, ports, paths, metrics.
 
 from __future__ import annotations
 
-import ast
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -21,6 +21,8 @@ import pytest
 from infer.cli.configuration import Configuration, schema, settings_by_name, variable_of
 from infer.server.http.connections import PROBE_PATHS
 from infer.server.observe.help_texts import help_of
+from tests.support.doubles import make_hash_llm
+from tests.support.serving import live
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[1]
@@ -82,6 +84,31 @@ def test_times_of_ending_fit_together() -> None:
     assert int(compose["stop_grace_period"].rstrip("s")) > 10 + 30
 
 
+def health_command(name: str) -> str:
+    """The program of a Dockerfile's HEALTHCHECK."""
+    text = re.sub(r"\\\n\s*", " ", TEXTS[name])
+    command = json.loads(re.findall(r"HEALTHCHECK .* CMD (\[.*\])", text)[0])
+    assert command[:2] == ["python", "-c"]
+    return str(command[2])
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_the_health_of_a_container_is_that_of_its_server(name: str) -> None:
+    """Also where Docker has given the container the proxies of the machine."""
+    proxy = {"http_proxy": "http://127.0.0.1:9", "no_proxy": "", "NO_PROXY": ""}
+
+    def is_healthy() -> bool:
+        program = health_command(name).replace("9400", port).replace("localhost", "127.0.0.1")
+        command = [sys.executable, "-c", program]
+        done = subprocess.run(command, env={**os.environ, **proxy}, stderr=subprocess.DEVNULL)
+        return done.returncode == 0
+
+    with live(make_hash_llm()) as url:
+        port = url.rpartition(":")[2]
+        assert is_healthy()
+    assert not is_healthy()
+
+
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
 def test_dockerfiles(name: str) -> None:
     """Two stages; the last one is of a user without rights, and says how its health is asked."""
@@ -90,14 +117,22 @@ def test_dockerfiles(name: str) -> None:
     assert text.count("\nFROM ") == 2
     user = re.findall(r"^USER (\S+)$", last, re.MULTILINE)
     assert user == ["10001:10001"]
-    command = json.loads(re.findall(r"HEALTHCHECK .* CMD (\[.*\])", last)[0])
-    ast.parse(command[2])
-    assert "/health/live" in command[2]
+    assert "/health/live" in health_command(name)
     for source in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
         for each in source.split():
             assert (ROOT / each).exists(), each
             assert f"!{each.removeprefix('./')}" in TEXTS[f"{name}.dockerignore"].splitlines()
     run(tool("hadolint"), DEPLOY / name)
+
+
+def test_haproxy_has_the_settings_of_the_page() -> None:
+    def lines(text: str) -> list[str]:
+        bare = (line.partition("#")[0].strip() for line in text.splitlines())
+        return [line for line in bare if line and not line.startswith("server ")]
+
+    page = (ROOT / "docs/proxies.md").read_text(encoding="utf-8")
+    block = page.split("```haproxy\n")[1].partition("```")[0]
+    assert lines(TEXTS["haproxy.cfg"]) == lines(block)
 
 
 def test_the_unit() -> None:

@@ -25,7 +25,7 @@ import sys, pytest
 from infer.kernels import loader
 loader.__file__ = sys.argv[1]
 assert loader.chosen_instruction_set() == "amx", loader.library()
-assert loader.instruction_sets() == (*loader.X86_SETS, "portable")
+assert set(loader.instruction_sets()) == {*loader.X86_SETS, "portable"}
 sys.exit(pytest.main(sys.argv[2:]))
 """
 
