@@ -27,6 +27,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import FlakyFailure
@@ -37,6 +38,7 @@ if __name__ == "__main__":
 
 from infer.models.hub import SHIPPED_FOLDER
 from infer.server.comparisons import MAX_S
+from infer.server.http.paths import canonical_path
 from infer.server.route_table import COMPARISONS_PATH
 from tests.fuzz.call import MODEL, Call, CallSequence, RawRequest, id_of
 from tests.support.commits import commit_of
@@ -67,6 +69,12 @@ TOLD_EVERY_S = 300.0
 QUIET_S = 0.1
 """Without a byte, before a connection is taken to have nothing more to say."""
 Sent = Call | CallSequence | RawRequest
+
+
+def deadline_of(path: str) -> float:
+    """Seconds that the server has for an answer, however the path is written."""
+    route = canonical_path(unquote(path.partition("?")[0], errors="replace"))
+    return DEADLINES_S.get(route, DEADLINE_S)
 
 
 def strategy_of(kind: str) -> SearchStrategy[Any]:
@@ -209,7 +217,7 @@ class Watched:
     def _answered(
         self, method: str, path: str, content: bytes = b"", headers: dict[str, str] | None = None
     ) -> tuple[int, str | None, bytes]:
-        deadline_s = DEADLINES_S.get(path.partition("?")[0], DEADLINE_S)
+        deadline_s = deadline_of(path)
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=deadline_s)
         try:
             connection.request(method, path, content, headers or {})

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from infer.models.hub import SHIPPED_FOLDER
+from infer.server.comparisons import MAX_S
 from tests.fuzz.call import Call
 from tests.fuzz.checkpoint_files import ByteEdit, Damage, JsonEdit
-from tests.fuzz.run import KINDS, run, strategy_of, try_examples
+from tests.fuzz.run import DEADLINE_S, KINDS, deadline_of, run, strategy_of, try_examples
 from tests.support.hostile_files import Loader
 
 OTHERS = ["several models", "files"]
@@ -54,6 +55,12 @@ def test_what_breaks_once_and_not_again_is_told() -> None:
     with pytest.raises(AssertionError, match="once, and not again: no answer") as caught:
         try_examples(check, strategy_of("grammars"), 100, 1)
     assert any("guided_" in note for note in caught.value.__notes__)
+
+
+def test_a_deadline_is_that_of_the_route_however_the_path_is_written() -> None:
+    paths = ("/v1/engine/comparisons", "//v1/engine//comparisons/?a=/", "/v1/engine/%63omparisons")
+    assert {deadline_of(path) for path in paths} == {MAX_S + 30}
+    assert deadline_of("/v1/engine/comparisons/x") == deadline_of("/v1/models") == DEADLINE_S
 
 
 def test_calls_are_sent_as_they_say() -> None:
