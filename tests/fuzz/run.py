@@ -71,10 +71,14 @@ QUIET_S = 0.1
 Sent = Call | CallSequence | RawRequest
 
 
+def route_of(path: str) -> str:
+    """The route that the server finds, however the path is written."""
+    return canonical_path(unquote(path.partition("?")[0], errors="replace"))
+
+
 def deadline_of(path: str) -> float:
-    """Seconds that the server has for an answer, however the path is written."""
-    route = canonical_path(unquote(path.partition("?")[0], errors="replace"))
-    return DEADLINES_S.get(route, DEADLINE_S)
+    """Seconds that the server has for an answer."""
+    return DEADLINES_S.get(route_of(path), DEADLINE_S)
 
 
 def strategy_of(kind: str) -> SearchStrategy[Any]:
@@ -186,7 +190,7 @@ class Watched:
             # A stream has its status before it begins; errors of the engine come as an event.
             broken = b'"server_error"' in body
             statuses = [(status, retry, body)] + [(500, None, body[-500:])] * broken
-            if status == 200 and call.path.partition("?")[0].rstrip("/") == UNLOAD_PATH:
+            if status == 200 and route_of(call.path) == UNLOAD_PATH:
                 self._load_again(json.loads(call.content)["model"])
         self.counts.took(time.monotonic() - started_s, call)
         for status, _, _ in statuses or [(0, None, b"")]:

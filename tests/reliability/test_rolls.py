@@ -58,18 +58,20 @@ def block_of(heading: str, ports: list[int]) -> str:
     return text
 
 
-def answered(url: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-    """A whole answer, up to the end of its connection."""
+def pieces_of(url: str, path: str, body: dict[str, Any] | None, *more: str) -> list[bytes]:
+    """A whole answer, up to the end of its connection, as it arrives. `more`: lines of the head."""
     data = b"" if body is None else json.dumps(body).encode()
-    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "host: localhost"]
+    lines = [f"{'GET' if body is None else 'POST'} {path} HTTP/1.1", "host: localhost", *more]
     lines += ["connection: close", "content-type: application/json", f"content-length: {len(data)}"]
     with connect(url) as sock:
         sock.settimeout(60)
         sock.sendall("\r\n".join([*lines, "", ""]).encode() + data)
-        received = bytearray()
-        while piece := sock.recv(65536):
-            received += piece
-    return bytes(received)
+        return list(iter(lambda: sock.recv(65536), b""))
+
+
+def answered(url: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    """Its bytes."""
+    return b"".join(pieces_of(url, path, body))
 
 
 class Backend:
@@ -249,15 +251,9 @@ def test_ten_restarts_lose_nothing(proxy: Any, tmp_path: Path) -> None:
 
 def reads_of(url: str, body: dict[str, Any]) -> int:
     """In how many pieces a stream arrives."""
-    data = json.dumps({**body, "stream": True}).encode()
-    lines = ["POST /v1/completions HTTP/1.1", "host: localhost", "accept-encoding: gzip"]
-    lines += ["connection: close", "content-type: application/json", f"content-length: {len(data)}"]
-    with connect(url) as sock:
-        sock.settimeout(60)
-        sock.sendall("\r\n".join([*lines, "", ""]).encode() + data)
-        received = list(iter(lambda: sock.recv(65536), b""))
-    assert b"data: [DONE]" in b"".join(received)
-    return len(received)
+    pieces = pieces_of(url, "/v1/completions", {**body, "stream": True}, "accept-encoding: gzip")
+    assert b"data: [DONE]" in b"".join(pieces)
+    return len(pieces)
 
 
 @pytest.mark.parametrize(

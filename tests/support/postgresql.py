@@ -21,6 +21,11 @@ from tests.support.waits import until
 PATH = os.pathsep.join([os.environ["PATH"], *sorted(glob.glob("/usr/lib/postgresql/*/bin"))[::-1]])
 
 
+def _not_as_root() -> Any:
+    """How to start PostgreSQL and PgBouncer, which refuse to run as root."""
+    return {"user": "nobody"} if os.geteuid() == 0 else {}
+
+
 @contextmanager
 def postgresql() -> Iterator[str]:
     """Run PostgreSQL; yields the URL of a database with %s for its name. `postgres` is there.
@@ -32,8 +37,7 @@ def postgresql() -> Iterator[str]:
     if None in found:
         pytest.skip("PostgreSQL is not here: no initdb and postgres in PATH or where Debian has it")
     initdb, server = map(str, found)
-    # It refuses to run as root.
-    how: Any = {"user": "nobody"} if os.geteuid() == 0 else {}
+    how = _not_as_root()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         if how:
             shutil.chown(folder, **how)
@@ -67,8 +71,7 @@ def pooled(url: str) -> Iterator[str]:
         encoding="utf-8",
     )
     settings.chmod(0o644)
-    how: Any = {"user": "nobody"} if os.geteuid() == 0 else {}
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **how}
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **_not_as_root()}
     with subprocess.Popen([program, "-q", settings], **quiet) as process:
         try:
             until((folder / ".s.PGSQL.6432").exists, 20)
