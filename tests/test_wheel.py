@@ -83,18 +83,29 @@ def wheel_of(built: Path) -> Path:
     return wheel
 
 
-def files_of_package(built: Path) -> set[str]:
-    """Paths below `src` that an installation needs."""
-    source = built / "sources/src"
-    needed = {*source.rglob("*.py")}
-    for folder in ("server/ui", "demo_model"):
-        needed |= {*(source / "infer" / folder).rglob("*")}
+def files_of_package(source: Path) -> set[str]:
+    """Paths below `src` that an installation needs: all but what its parts are made from, where
+    the kernels' header of constants is read by Python too."""
+    made_from = (".cpp", ".h", ".ts", ".so", ".pyc")
     paths = {
         path.relative_to(source).as_posix()
-        for path in needed
-        if path.is_file() and path.suffix not in (".pyc", ".ts")
+        for path in (source / "infer").rglob("*")
+        if path.is_file() and path.suffix not in made_from
     }
-    return paths | {"infer/py.typed", "infer/csrc/abi.h"}
+    return paths | {"infer/csrc/abi.h"}
+
+
+def test_the_settings_name_all_files_of_the_package() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    named = set()
+    for package, patterns in settings["tool"]["setuptools"]["package-data"].items():
+        folder = ROOT / "src" / package.replace(".", "/")
+        for pattern in patterns:
+            matched = {path.relative_to(ROOT / "src").as_posix() for path in folder.glob(pattern)}
+            assert matched, f"{package}: {pattern} matches no file"
+            named |= matched
+    modules = {name for name in files_of_package(ROOT / "src") if name.endswith(".py")}
+    assert files_of_package(ROOT / "src") - modules == named
 
 
 @pytest.mark.slow
@@ -110,7 +121,8 @@ def test_the_wheel_has_all_files_and_licences(built: Path) -> None:
     with zipfile.ZipFile(wheel_of(built)) as wheel:
         names = set(wheel.namelist())
         assert "infer/kernels/_kernels.so" in names
-        assert files_of_package(built) <= names, files_of_package(built) - names
+        missing = files_of_package(built / "sources/src") - names
+        assert not missing
         licences = "".join(
             wheel.read(name).decode() for name in names if ".dist-info/licenses/" in name
         )
@@ -133,7 +145,7 @@ def test_the_source_distribution_has_all_files(built: Path) -> None:
         for path in (built / "sources/src/infer/csrc").rglob("*")
         if path.suffix in (".cpp", ".h")
     }
-    wanted = {f"src/{name}" for name in files_of_package(built)} | of_kernels
+    wanted = {f"src/{name}" for name in files_of_package(built / "sources/src")} | of_kernels
     wanted |= {"LICENSE", "README.md", "pyproject.toml", "setup.py"}
     assert wanted <= names, wanted - names
 
