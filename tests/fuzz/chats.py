@@ -5,7 +5,8 @@ ends with the smallest one that breaks something. Three things are tried:
 
 - an answer's text, in each format and cut anywhere, is told apart as it is whole, and nothing of it
   is lost;
-- a conversation is rendered by a template, or refused by a `RequestError`;
+- a conversation is rendered by a template, or refused by a `RequestError`; also by templates that
+  support and refuse what no published one does, and with entries of any type;
 - a chat's body is answered, or refused with a status below 500.
 """
 
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import copy
 import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,8 @@ if __name__ == "__main__":
 
 from infer.errors import RequestError
 from infer.text.chat_template import ChatTemplate
+from infer.text.role_order import RoleOrder
+from infer.text.template_probes import ABSENT, Abilities, CallStyle
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import FORMATS, FUNCTIONARY_32, THOUGHTS, ToolFormat
 from tests.support.ready_templates import template_of
@@ -195,6 +200,91 @@ def check_rendered(data: st.DataObject, templates: dict[str, ChatTemplate]) -> N
         )
 
 
+def anything() -> SearchStrategy[Any]:
+    """JSON of any type, in place of what belongs there."""
+    return st.one_of(
+        json_values(),
+        st.sampled_from([{}, [], [[]], [{}], {"type": "text"}, {"type": "image_url"}, "", 0, True]),
+    )
+
+
+def odd_calls() -> SearchStrategy[Any]:
+    """Calls in which anything may be of another type or absent."""
+    function = st.fixed_dictionaries(
+        {},
+        optional={
+            "name": st.one_of(st.sampled_from(NAMES), anything()),
+            "arguments": st.one_of(st.just('{"a": 1}'), anything()),
+        },
+    )
+    call = st.fixed_dictionaries(
+        {},
+        optional={
+            "function": st.one_of(function, function, anything()),
+            "id": st.one_of(st.sampled_from(["call_1", "abcdefghi"]), anything()),
+            "type": st.one_of(st.just("function"), anything()),
+        },
+    )
+    return st.lists(st.one_of(call, call, anything()), max_size=3)
+
+
+def odd_messages() -> SearchStrategy[list[Any]]:
+    """Conversations in which anything but a role may be of another type or absent."""
+    roles = ["system", "developer", "user", "user", "assistant", "assistant", "tool", "tool", "x"]
+    message = st.fixed_dictionaries(
+        {"role": st.sampled_from(roles)},
+        optional={
+            "content": st.one_of(WORDS, WORDS, anything()),
+            "tool_calls": st.one_of(odd_calls(), odd_calls(), anything()),
+            **dict.fromkeys(("tool_call_id", "name"), st.one_of(st.just("call_1"), anything())),
+            **dict.fromkeys(("thinking", "reasoning", "reasoning_content"), anything()),
+        },
+    )
+    return st.lists(message, min_size=1, max_size=6)
+
+
+def odd_tools() -> SearchStrategy[Any]:
+    """Tools in which anything may be of another type or absent."""
+    names = ("name", "description", "parameters", "strict")
+    function = st.fixed_dictionaries({}, optional=dict.fromkeys(names, anything()))
+    tool = st.fixed_dictionaries({}, optional={"type": anything(), "function": function})
+    return st.one_of(st.lists(st.one_of(tool, tool, anything()), max_size=3), anything())
+
+
+def check_any_template(data: st.DataObject, template: ChatTemplate) -> None:
+    """A prompt, or a refusal, by whatever a template might support."""
+    yes_or_no = st.booleans()
+    style = st.builds(
+        CallStyle, st.sampled_from(["", None, ABSENT]), yes_or_no, yes_or_no,
+        st.sampled_from(["own", "short", "named"]), yes_or_no, yes_or_no, yes_or_no,
+    )  # fmt: skip
+    able = copy.copy(template)
+    able.abilities = data.draw(
+        st.builds(
+            Abilities,
+            takes_parts=yes_or_no,
+            wants_parts=yes_or_no,
+            order=st.builds(RoleOrder, *[yes_or_no for _ in fields(RoleOrder)]),
+            tools_variable=st.sampled_from(["tools", None]),
+            tools_are_text=yes_or_no,
+            fills_tools=yes_or_no,
+            needs_list=yes_or_no,
+            calls=st.one_of(st.none(), style, style),
+            takes_results=yes_or_no,
+            takes_lone_results=yes_or_no,
+            format=st.sampled_from([None, *FORMATS]),
+            no_text=st.sampled_from(["", " "]),
+        )
+    )
+    with contextlib.suppress(RequestError):
+        able.render(
+            data.draw(st.one_of(odd_messages(), messages())),
+            tools=data.draw(st.one_of(st.none(), tool_definitions(), odd_tools())),
+            continue_final_message=(ends := data.draw(yes_or_no)),
+            add_generation_prompt=not ends,
+        )
+
+
 # ---- bodies
 
 
@@ -230,7 +320,8 @@ def chat_bodies() -> SearchStrategy[dict[str, Any]]:
             st.sampled_from(["enable_thinking", "x", "datetime"]), WORDS, max_size=2
         ),
     }
-    return st.fixed_dictionaries({"messages": messages()}, optional=options)
+    chats = st.one_of(messages(), odd_messages())
+    return st.fixed_dictionaries({"messages": chats}, optional=options)
 
 
 async def check_body(app: App, body: dict[str, Any]) -> None:
@@ -271,6 +362,7 @@ def checks(loop: asyncio.AbstractEventLoop, app: App) -> dict[str, Callable[[Any
         "answers": check_answer,
         "written calls": check_written,
         "conversations": lambda data: check_rendered(data, templates),
+        "any template": lambda data: check_any_template(data, templates["plain"]),
         "bodies": body,
     }
 

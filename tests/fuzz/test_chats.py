@@ -9,7 +9,13 @@ import pytest
 from tests.fuzz.chats import checks, try_examples
 from tests.support.serving import scripted, serving, spelled
 
-NUM_EXAMPLES = {"answers": 15, "written calls": 15, "conversations": 10, "bodies": 5}
+NUM_EXAMPLES = {
+    "answers": 15,
+    "written calls": 15,
+    "conversations": 10,
+    "any template": 15,
+    "bodies": 5,
+}
 
 
 @pytest.mark.parametrize("factor", [1, pytest.param(40, marks=pytest.mark.slow)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -137,6 +138,13 @@ def test_without_the_role_the_text_is_the_users() -> None:
         assert strict.render(messages) == "<user>Be kind.\n\nBe short.\n\nWeather?<assistant>"
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_chat_of_rules_without_text_has_a_message(alone: bool) -> None:
+    order = template_of(OWN["strict"][0]).abilities.order
+    made = in_order([{"role": "system"}], replace(order, takes_system_alone=alone))
+    assert made == [{"role": "user", "content": ""}]
+
+
 def in_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return in_order(messages, template_of(BEGINNING).abilities.order)
 
@@ -147,7 +155,6 @@ def test_messages_are_not_changed_in_place() -> None:
     assert made == [{"role": "system", "content": "a\n\nb", "name": "n"}, QUESTION]
     assert [m["content"] for m in messages] == ["a", "", "b"]
     assert in_one([QUESTION]) == [QUESTION]
-    assert in_one([]) == []
     # Parts are text, without white space that nobody wrote.
     two = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
     assert in_one([{"role": "system", "content": two}, messages[2]])[0]["content"] == (

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from infer.errors import RequestError
 from infer.text.template_probes import short_id
 from infer.text.tools.formats import (
     PYTHONIC,
 )
 from infer.text.tools.tool_use import find_tool_use
-from tests.support.bad_histories import BAD_HISTORIES, problem
+from tests.support.bad_histories import BAD_HISTORIES, MORE, USER, calls, problem, result
 from tests.support.cases import over
 from tests.support.ready_templates import template_of
 from tests.support.tool_conversations import (
@@ -196,3 +197,39 @@ def test_calls_and_results_that_do_not_belong_together(name: str, history: str) 
             words = [each["content"] for each in messages[:i] if each["content"]]
             size = before.rindex(words[-1]) + len(words[-1])
             assert prompt[:size] == before[:size]
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("ids", [([1], {}), (5, 6.5), (True, "c2")])
+def test_ids_are_text_whatever_they_are(name: str, ids: tuple[Any, Any]) -> None:
+    shown = template_of(OWN[name][0])
+    odd, plain = (
+        [USER, _with_ids(calls("c1", "c2"), given), result(1), result(2), MORE]
+        for given in (ids, tuple(map(str, ids)))
+    )
+    assert without_time(shown.render(odd)) == without_time(shown.render(plain))
+
+
+def _with_ids(message: dict[str, Any], ids: tuple[Any, ...]) -> dict[str, Any]:
+    made = [{**call, "id": ids[i]} for i, call in enumerate(message["tool_calls"])]
+    return {**message, "tool_calls": made}
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_a_message_of_the_user_that_has_calls_and_no_text(content: dict[str, Any]) -> None:
+    first = {**calls("c1"), **content, "role": "user"}
+    first = {name: value for name, value in first.items() if name in {*content, "role"}}
+    assert template_of(STRICT).render([first, MORE]) == template_of(STRICT).render([MORE])
+
+
+@pytest.mark.parametrize("tools", [5, {}, "tools", [5], [[]], [None]])
+def test_tools_of_the_wrong_shape(tools: Any) -> None:
+    with pytest.raises(RequestError, match="tools must be a list of objects"):
+        template_of(PLAIN).render([QUESTION], tools=tools)
+
+
+@pytest.mark.parametrize("parameters", [True, 5, [], "x", {"properties": 5}])
+def test_a_schema_that_is_no_object_stands_for_anything(parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "weather", "parameters": parameters}}
+    for source, _ in OWN.values():
+        assert "weather" in template_of(source).render([QUESTION], tools=[tool])

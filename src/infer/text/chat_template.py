@@ -149,7 +149,9 @@ class ChatTemplate:
             {n: _plain(value, n) for n, value in extra.items()}, self.source, self._words
         )
         extra["add_generation_prompt"] = add_generation_prompt
-        known = _plain(tools, "tools")
+        known = [] if tools is None else _plain(tools, "tools")
+        if not isinstance(known, list) or not all(isinstance(tool, dict) for tool in known):
+            raise RequestError("tools must be a list of objects", param="tools")
         text = yield from self._adapted(turns, known, way, tag, extra)
         if calls_with_own_forms(turns):
             numbers = WrittenNumbers(turns, free_noncharacters(texts, 2)[1])

@@ -201,7 +201,8 @@ def in_order(messages: Sequence[Message], order: RoleOrder) -> list[Message]:
     lacks_user = (not rest or rest[0].get("role") == "assistant") and (
         not made or made[-1].get("role") == "system"
     )
-    if lacks_user and not (order.takes_answer_first if rest else order.takes_system_alone):
+    takes = order.takes_answer_first if rest else made and order.takes_system_alone
+    if lacks_user and not takes:
         rest = [{"role": "user", "content": ""}, *rest]
     for turn in rest:
         role, before = turn.get("role"), made[-1].get("role") if made else None
@@ -212,7 +213,7 @@ def in_order(messages: Sequence[Message], order: RoleOrder) -> list[Message]:
             elif reminder:
                 made.append({"role": "user", "content": reminder})
         elif (role, before) == ("user", "user") and len(made) == 1 and not order.takes_system:
-            made[-1] = _with_more({**turn, "content": made[-1]["content"]}, turn.get("content"))
+            made[-1] = _with_more({**turn, "content": made[-1].get("content")}, turn.get("content"))
         elif (role, before) == ("assistant", "assistant") and not order.takes_answers_in_row:
             made[-1] = _one_answer(made[-1], turn)
         else:

@@ -98,18 +98,23 @@ def _calls_of(turn: Message) -> list[Message]:
 
 
 def _with_names(messages: Sequence[Message]) -> list[Message]:
-    """The messages, with an id and a type for each call and a function's name for each result."""
-    names: dict[str, Any] = {}
+    """The messages, with an id, which is text, and a type for each call, and a function's name for
+    each result."""
+    names: dict[Any, Any] = {}
     turns = []
     for i, message in enumerate(messages):
+        if "tool_call_id" in message:
+            message = {**message, "tool_call_id": str(message["tool_call_id"])}
         if calls := _calls_of(message):
+            calls = [{"id": None, "type": "function", **call} for call in calls]
             calls = [
-                {"id": f"call_{i}_{j}", "type": "function", **call} for j, call in enumerate(calls)
+                {**call, "id": f"call_{i}_{j}" if call["id"] is None else str(call["id"])}
+                for j, call in enumerate(calls)
             ]
-            names |= {str(call["id"]): call["function"].get("name") for call in calls}
+            names |= {call["id"]: call["function"].get("name") for call in calls}
             message = {**message, "tool_calls": calls}
         elif message.get("role") == "tool" and "name" not in message:
-            name = names.get(str(message.get("tool_call_id")))
+            name = names.get(message.get("tool_call_id"))
             message = message if name is None else {**message, "name": name}
         turns.append(message)
     return turns
@@ -150,7 +155,7 @@ def _results_of(
 
     A result with an unknown id is that of a call of its name, or of the first one, that has no
     other; it gets the call's id."""
-    names = {str(call["id"]): call["function"].get("name") for call in calls}
+    names = {call["id"]: call["function"].get("name") for call in calls}
     given = [str(result.get("tool_call_id")) for result in results]
     free = [call_id for call_id in names if call_id not in given]
     matching, others = list[Message](), list[Message]()
@@ -178,12 +183,12 @@ def _with_named_ids(turns: Sequence[Message]) -> list[Message]:
         calls = list[Message]()
         for call in _calls_of(turn):
             name = str(call["function"].get("name"))
-            ids[str(call["id"])] = named_id(name, len(ids))
-            calls.append({**call, "id": ids[str(call["id"])]})
+            ids[call["id"]] = named_id(name, len(ids))
+            calls.append({**call, "id": ids[call["id"]]})
         if calls:
             turn = {**turn, "tool_calls": calls}
-        elif str(turn.get("tool_call_id")) in ids:
-            turn = {**turn, "tool_call_id": ids[str(turn["tool_call_id"])]}
+        elif turn.get("tool_call_id") in ids:
+            turn = {**turn, "tool_call_id": ids[turn["tool_call_id"]]}
         made.append(turn)
     return made
 
@@ -307,7 +312,7 @@ def _have_ids(results: Sequence[Message]) -> bool:
 
 def _in_style(turn: Message, style: CallStyle) -> list[Message]:
     """A message with calls, or with a call's result, in the form that the template expects."""
-    if style.ids == "short" and isinstance(turn.get("tool_call_id"), str):
+    if style.ids == "short" and "tool_call_id" in turn:
         return [{**turn, "tool_call_id": short_id(turn["tool_call_id"])}]
     calls = _calls_of(turn)
     if not calls:
@@ -337,7 +342,7 @@ def _call_in_style(call: Message, style: CallStyle) -> Message:
         function["arguments"] = json.loads(decoded.arguments)
     made = {**call, "function": function}
     if style.ids == "short":
-        made["id"] = short_id(str(call["id"]))
+        made["id"] = short_id(call["id"])
     return made
 
 
@@ -387,7 +392,8 @@ def _completed(tool: Message) -> Message:
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool
-    parameters = function.get("parameters") or {}
+    given = function.get("parameters")
+    parameters = given if isinstance(given, dict) else {}
     properties = parameters.get("properties")
     described = {
         name: {"description": "", **property_schema}

@@ -93,6 +93,7 @@ def calls_with_own_forms(turns: Sequence[Message]) -> bool:
     return any(
         isinstance(given := function.get("arguments"), str) and has_own_form(given)
         for turn in turns
-        for call in turn.get("tool_calls") or ()
+        if isinstance(calls := turn.get("tool_calls"), list)
+        for call in calls
         if isinstance(call, dict) and isinstance(function := call.get("function"), dict)
     )
