@@ -37,6 +37,8 @@ from infer.text.role_order import RoleOrder
 from infer.text.template_probes import ABSENT, Abilities, CallStyle
 from infer.text.tools.call import ToolCall
 from infer.text.tools.formats import FORMATS, FUNCTIONARY_32, THOUGHTS, ToolFormat
+from tests.fuzz.call import MODEL, Call
+from tests.fuzz.json_edits import edited
 from tests.support.ready_templates import template_of
 from tests.support.serving import CHAT, App, scripted, serving, spelled
 from tests.support.tool_answers import CASES, NAMES, told_apart
@@ -208,47 +210,19 @@ def anything() -> SearchStrategy[Any]:
     )
 
 
-def odd_calls() -> SearchStrategy[Any]:
-    """Calls in which anything may be of another type or absent."""
-    function = st.fixed_dictionaries(
-        {},
-        optional={
-            "name": st.one_of(st.sampled_from(NAMES), anything()),
-            "arguments": st.one_of(st.just('{"a": 1}'), anything()),
-        },
-    )
-    call = st.fixed_dictionaries(
-        {},
-        optional={
-            "function": st.one_of(function, function, anything()),
-            "id": st.one_of(st.sampled_from(["call_1", "abcdefghi"]), anything()),
-            "type": st.one_of(st.just("function"), anything()),
-        },
-    )
-    return st.lists(st.one_of(call, call, anything()), max_size=3)
+def odd_messages() -> SearchStrategy[Any]:
+    """Conversations in which something is of another type or absent."""
+    return edited(messages(), anything(), max_depth=6)
 
 
-def odd_messages() -> SearchStrategy[list[Any]]:
-    """Conversations in which anything but a role may be of another type or absent."""
-    roles = ["system", "developer", "user", "user", "assistant", "assistant", "tool", "tool", "x"]
-    message = st.fixed_dictionaries(
-        {"role": st.sampled_from(roles)},
-        optional={
-            "content": st.one_of(WORDS, WORDS, anything()),
-            "tool_calls": st.one_of(odd_calls(), odd_calls(), anything()),
-            **dict.fromkeys(("tool_call_id", "name"), st.one_of(st.just("call_1"), anything())),
-            **dict.fromkeys(("thinking", "reasoning", "reasoning_content"), anything()),
-        },
-    )
-    return st.lists(message, min_size=1, max_size=6)
+def is_list(chat: Any) -> bool:
+    """Whether a conversation is one still."""
+    return isinstance(chat, list)
 
 
 def odd_tools() -> SearchStrategy[Any]:
-    """Tools in which anything may be of another type or absent."""
-    names = ("name", "description", "parameters", "strict")
-    function = st.fixed_dictionaries({}, optional=dict.fromkeys(names, anything()))
-    tool = st.fixed_dictionaries({}, optional={"type": anything(), "function": function})
-    return st.one_of(st.lists(st.one_of(tool, tool, anything()), max_size=3), anything())
+    """Tools in which something is of another type or absent."""
+    return edited(tool_definitions(), anything())
 
 
 def check_any_template(data: st.DataObject, template: ChatTemplate) -> None:
@@ -278,7 +252,7 @@ def check_any_template(data: st.DataObject, template: ChatTemplate) -> None:
     )
     with contextlib.suppress(RequestError):
         able.render(
-            data.draw(st.one_of(odd_messages(), messages())),
+            data.draw(st.one_of(odd_messages().filter(is_list), messages())),
             tools=data.draw(st.one_of(st.none(), tool_definitions(), odd_tools())),
             continue_final_message=(ends := data.draw(yes_or_no)),
             add_generation_prompt=not ends,
@@ -303,7 +277,7 @@ def chat_bodies() -> SearchStrategy[dict[str, Any]]:
         ]
     )
     options = {
-        "tools": tool_definitions(),
+        "tools": st.one_of(tool_definitions(), odd_tools()),
         "tool_choice": choices,
         "parallel_tool_calls": st.booleans(),
         "stream": st.booleans(),
@@ -322,6 +296,15 @@ def chat_bodies() -> SearchStrategy[dict[str, Any]]:
     }
     chats = st.one_of(messages(), odd_messages())
     return st.fixed_dictionaries({"messages": chats}, optional=options)
+
+
+def calls() -> SearchStrategy[Call]:
+    """Such bodies for a server, with short answers."""
+
+    def call(body: dict[str, Any]) -> Call:
+        return Call("POST", CHAT, {"model": MODEL, "max_tokens": 8, **body})
+
+    return chat_bodies().map(call)
 
 
 async def check_body(app: App, body: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
 from infer.models.hub import SHIPPED_FOLDER
+from tests.fuzz.json_edits import JsonEdit, json_edits
 from tests.support import gguf_files
 from tests.support.checkpoints import make_model, write_checkpoint
 from tests.support.hostile_files import LIMIT_BYTES, LIMIT_S, Loader
@@ -41,39 +42,6 @@ class ByteEdit:
         """The changed content."""
         at = self.at % (len(content) + 1)
         return content[:at] + self.new + content[at + self.num_old :]
-
-
-@dataclass(frozen=True)
-class JsonEdit:
-    """A value of a JSON document, or of the header of safetensors, is another, or goes."""
-
-    way: tuple[int, ...]
-    """Which member is entered at each level, counted round."""
-    value: Any
-    is_removed: bool = False
-
-    def apply(self, content: bytes) -> bytes:
-        """The changed content; as it was, where it is no JSON any more."""
-        is_header = content[8:9] == b"{"
-        num_bytes = int.from_bytes(content[:8], "little") if is_header else len(content)
-        text = content[8 : 8 + num_bytes] if is_header else content
-        try:
-            document = self._changed(json.loads(text), self.way)
-        except ValueError:
-            return content
-        new = json.dumps(document).encode()
-        return struct.pack("<Q", len(new)) + new + content[8 + num_bytes :] if is_header else new
-
-    def _changed(self, value: Any, way: tuple[int, ...]) -> Any:
-        if not way or not value or not isinstance(value, dict | list):
-            return self.value
-        names = list(value) if isinstance(value, dict) else list(range(len(value)))
-        name = names[way[0] % len(names)]
-        if len(way) == 1 and self.is_removed:
-            del value[name]
-        else:
-            value[name] = self._changed(value[name], way[1:])
-        return value
 
 
 @dataclass(frozen=True)
@@ -136,12 +104,6 @@ def byte_edits() -> SearchStrategy[ByteEdit]:
     return st.one_of(over, over, grown, cut)
 
 
-def json_edits() -> SearchStrategy[JsonEdit]:
-    """A value anywhere in a document."""
-    ways = st.lists(st.integers(0, 2000), min_size=0, max_size=5).map(tuple)
-    return st.builds(JsonEdit, ways, values(), st.integers(0, 5).map(lambda n: n == 0))
-
-
 def templates() -> SearchStrategy[str]:
     """Jinja of statements that loop, grow, call, and reach for what they may not have."""
     words = ["messages", "message", "x", "tools", "bos_token", "loop", "self", "namespace",
@@ -187,7 +149,7 @@ def damages(bases: Path) -> SearchStrategy[Damage]:
 
     def edits(name: str) -> SearchStrategy[tuple[ByteEdit | JsonEdit, ...]]:
         of_bytes = st.lists(byte_edits(), min_size=1, max_size=3)
-        of_json = st.lists(json_edits(), min_size=1, max_size=3)
+        of_json = st.lists(json_edits(values()), min_size=1, max_size=3)
         some: SearchStrategy[Any] = (
             of_bytes if name.endswith(".gguf") else st.one_of(of_json, of_json, of_bytes)
         )

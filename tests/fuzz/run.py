@@ -36,7 +36,6 @@ from hypothesis.strategies import SearchStrategy
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from infer.models.hub import SHIPPED_FOLDER
 from infer.server.comparisons import MAX_S
 from infer.server.http.paths import canonical_path
 from infer.server.route_table import COMPARISONS_PATH
@@ -83,16 +82,8 @@ def deadline_of(path: str) -> float:
 
 def strategy_of(kind: str) -> SearchStrategy[Any]:
     """Generates the examples of a kind, other than files."""
-    module = importlib.import_module(MODULES[kind])
-    if kind != "chats":
-        strategy: SearchStrategy[Any] = module.calls()
-        return strategy
-
-    def call(body: dict[str, object]) -> Call:
-        return Call("POST", "/v1/chat/completions", {"model": MODEL, "max_tokens": 8, **body})
-
-    made: SearchStrategy[Any] = module.chat_bodies().map(call)
-    return made
+    strategy: SearchStrategy[Any] = importlib.import_module(MODULES[kind]).calls()
+    return strategy
 
 
 @dataclass
@@ -335,7 +326,8 @@ def checks(
             one = watched("one", ["--served-model-name", MODEL])
             found |= {k: (one.check, strategy_of(k)) for k in kinds if k not in (SEVERAL, FILES)}
         if SEVERAL in kinds:
-            names = [f"--model={name}={SHIPPED_FOLDER}" for name in (MODEL, "other")]
+            models = importlib.import_module(MODULES[SEVERAL]).models(folder)
+            names = [f"--model={name}={path}" for name, path in models.items()]
             found[SEVERAL] = watched("several", names).check, strategy_of(SEVERAL)
         if FILES in kinds:
             from tests.fuzz.checkpoint_files import WatchedLoader, damages

@@ -9,7 +9,8 @@ import pytest
 from infer.models.hub import SHIPPED_FOLDER
 from infer.server.comparisons import MAX_S
 from tests.fuzz.call import Call
-from tests.fuzz.checkpoint_files import ByteEdit, Damage, JsonEdit
+from tests.fuzz.checkpoint_files import ByteEdit, Damage
+from tests.fuzz.json_edits import JsonEdit
 from tests.fuzz.run import DEADLINE_S, KINDS, deadline_of, run, strategy_of, try_examples
 from tests.support.hostile_files import Loader
 
