@@ -58,14 +58,14 @@ def _blocks(value: Any, path: str) -> list[Object]:
 
 def _text(block: Object, path: str, noted: list[str] | None) -> str | None:
     """The text of a block without calls and results; None where it has none."""
-    kind = block.get("type")
+    kind = content_parts.type_of(block)
     if kind == "text":
         return str(member(block, "text", str, path))
     if kind in ("document", "search_result"):
         return _document(block, path, noted)
     if kind == "compaction":
         return str(block.get("content") or "") or None
-    if isinstance(kind, str) and kind in _REPLACED:
+    if kind in _REPLACED:
         return _REPLACED[kind]
     content_parts.leave_out_kind(kind, path, "a block", noted)
     return None
@@ -159,7 +159,7 @@ def _of_assistant(blocks: list[Object], path: str, noted: list[str] | None) -> O
     """The chat's message of an assistant's: thoughts, text and calls."""
     thoughts, texts, calls = list[str](), list[str](), list[Object]()
     for i, block in enumerate(blocks):
-        kind, here = block.get("type"), f"{path}[{i}]"
+        kind, here = content_parts.type_of(block), f"{path}[{i}]"
         if kind == "thinking":
             thoughts.append(member(block, "thinking", str, here))
         elif kind == "tool_use":
@@ -205,7 +205,7 @@ def _tools(value: Any) -> list[Object]:
         raise RequestError("tools must be a list of objects")
     tools = list[Object]()
     for i, tool in enumerate(value):
-        kind = tool.get("type")
+        kind = content_parts.type_of(tool)
         if kind not in (None, "custom", "function") and "input_schema" not in tool:
             tools.append({"type": str(kind)})
             continue
@@ -229,10 +229,10 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 def _tool_choice(value: Any) -> Object:
     """The fields of a chat that say the same."""
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = content_parts.type_of(value)
     if kind == "tool" and isinstance(value.get("name"), str):
         choice: Any = {"type": "function", "function": {"name": value["name"]}}
-    elif isinstance(kind, str) and kind in _CHOICES:
+    elif kind in _CHOICES:
         choice = _CHOICES[kind]
     else:
         words = "{'type': 'auto', 'any', 'none', or 'tool' with a 'name'}"
@@ -252,7 +252,7 @@ _THINKING = {
 
 def _thinking(value: Any) -> Object:
     """The fields of a chat for `thinking`."""
-    kind = value.get("type") if isinstance(value, dict) else None
+    kind = content_parts.type_of(value)
     if kind not in _THINKING:
         words = ", ".join(map(repr, _THINKING))
         raise RequestError(f"thinking.type must be one of {words}")

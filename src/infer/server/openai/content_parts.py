@@ -41,8 +41,8 @@ def text_of(content: Any, role: str | None = None, noted: list[str] | None = Non
 def _text(
     part: dict[str, Any], texts: dict[str, str], role: str | None, noted: list[str] | None
 ) -> str:
-    kind = part.get("type")
-    member = texts.get(kind) if isinstance(kind, str) else None
+    kind = type_of(part)
+    member = None if kind is None else texts.get(kind)
     if member is None:
         if noted is not None and role == "assistant" and kind in _THOUGHTS:
             note(noted, kind)
@@ -57,6 +57,12 @@ def _text(
     if len(part) > 2:
         leave_out(part, {"type", member}, "a text part", noted)
     return text
+
+
+def type_of(value: Any) -> str | None:
+    """The `type` of an object; None where it is no text, or where `value` is no object."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else None
 
 
 def shown_kind(kind: Any) -> str:

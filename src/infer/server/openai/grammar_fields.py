@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationInfo
 
 from infer.errors import RequestError, UnprocessableError
-from infer.server.openai.content_parts import leave_out
+from infer.server.openai.content_parts import leave_out, type_of
 from infer.text.answer_parser import takes_nothing
 from infer.text.grammars.schema_relaxing import DroppedKeywords, relaxed
 from infer.types.grammar import MAX_GRAMMAR_CHARS, Grammar
@@ -140,8 +140,8 @@ def response_format(value: Any, info: ValidationInfo) -> Grammar | None:
     servers take it, the same members itself. Members without a meaning are noted in the context,
     which is a list; without one they are a 422.
     """
-    kind = value.get("type") if isinstance(value, dict) else None
-    if not isinstance(kind, str):
+    kind = type_of(value)
+    if kind is None:
         raise RequestError("response_format must be an object with a type")
     if kind not in _MEMBERS:
         kinds = "'text', 'json_object' or 'json_schema'"

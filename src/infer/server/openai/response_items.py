@@ -7,7 +7,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from infer.errors import RequestError
-from infer.server.openai.content_parts import FILE, IMAGE, leave_out_kind, member, shown_kind
+from infer.server.openai.content_parts import (
+    FILE,
+    IMAGE,
+    leave_out_kind,
+    member,
+    shown_kind,
+    type_of,
+)
 from infer.server.openai.ignored_fields import note
 from infer.server.openai.schema import Object
 from infer.text.tools.call import BREAK
@@ -122,10 +129,10 @@ def text_of(content: Any, path: str, noted: list[str] | None) -> str:
         raise RequestError(f"{path} must be a string or a list of parts", param=path)
     texts = list[str]()
     for i, part in enumerate(content):
-        kind, here = part.get("type"), f"{path}[{i}]"
-        if isinstance(kind, str) and kind in _TEXTS:
+        kind, here = type_of(part), f"{path}[{i}]"
+        if kind in _TEXTS:
             texts.append(member(part, _TEXTS[kind], str, here))
-        elif isinstance(kind, str) and kind in _REPLACED:
+        elif kind in _REPLACED:
             texts.append(_REPLACED[kind])
         else:
             leave_out_kind(kind, here, "a part", noted)

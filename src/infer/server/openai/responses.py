@@ -55,7 +55,10 @@ def _tool_choice(value: Any) -> Any:
     if kind in ("function", "custom"):
         return {"type": "function", "function": {"name": value.get("name")}}
     if kind == "allowed_tools":
-        objects = [tool for tool in value.get("tools") or () if isinstance(tool, dict)]
+        allowed = value.get("tools") or []
+        if not isinstance(allowed, list):
+            raise RequestError("tool_choice: tools must be a list of objects")
+        objects = [tool for tool in allowed if isinstance(tool, dict)]
         named = [
             {"type": "function", "function": {"name": tool.get("name")}}
             for tool in objects
