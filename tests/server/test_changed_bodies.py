@@ -16,9 +16,10 @@ import pytest
 from tests.server.test_openapi import bodies
 from tests.support.cases import slow_but
 from tests.support.doubles import LastingTokenizer, make_hash_llm, small_text_files
+from tests.support.json_changes import changes_of
 from tests.support.serving import App, documented, with_app
 from tests.support.tool_conversations import OWN
-from tests.support.whole_bodies import BODIES, changes_of
+from tests.support.whole_bodies import BODIES
 
 TEMPLATES = ["strict", "llama32", "nine", "qwen3"]
 MET_ELSEWHERE = {"/v1/engine/comparisons"}

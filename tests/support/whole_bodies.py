@@ -1,14 +1,10 @@
-"""Bodies as agents send them, with many fields in them, and every change of one value of a body."""
+"""Bodies as agents send them, with many fields in them."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator
 from typing import Any
 
 Json = Any
-Place = tuple[str | int, ...]
-"""Names and indices that lead to a value."""
 
 SCHEMA: Json = {
     "type": "object",
@@ -308,40 +304,3 @@ BODIES: dict[str, tuple[Json, ...]] = {
     "/v1/mcp/call": ({"server": "s", "tool": "t", "arguments": {"a": [1]}},),
 }
 """Path → bodies that it takes."""
-OTHERS: list[Json] = [
-    None, True, 0, 5, -1, 1.5, 2**70, "", "x", [], [5], ["x"], [[]], [{}], [None], {}, {"a": 1},
-    TEXT,
-]  # fmt: skip
-
-
-def places_in(value: Json, at: Place = ()) -> Iterator[Place]:
-    """Where the values of a document are, the document itself first."""
-    yield at
-    if isinstance(value, dict):
-        for name in value:
-            yield from places_in(value[name], (*at, name))
-    elif isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from places_in(item, (*at, i))
-
-
-def changes_of(body: Json, fields: list[str]) -> Iterator[Json]:
-    """The body with each of its values, and each of these fields, as something else or absent."""
-    yield from OTHERS
-    for at in [*places_in(body), *((name,) for name in fields if name not in body)]:
-        if not at:
-            continue
-        for other in OTHERS:
-            made = copy.deepcopy(body)
-            _owner(made, at)[at[-1]] = other
-            yield made
-        if at[-1:] and at[0] in body:
-            made = copy.deepcopy(body)
-            del _owner(made, at)[at[-1]]
-            yield made
-
-
-def _owner(body: Json, at: Place) -> Json:
-    for step in at[:-1]:
-        body = body[step]
-    return body

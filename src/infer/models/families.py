@@ -60,7 +60,7 @@ def text_part(texts: Mapping[str, Read], *, is_tied: bool = False) -> Read:
             tied = next((tie for tie in ties if tie is not None), is_tied)
             reader.use({**dtypes, **text, "tie_word_embeddings": tied})
             kind = text.get("model_type")
-        if kind is not None and kind not in texts:
+        if kind is not None and str(kind) not in texts:
             reader.problems.append(
                 f"text_config.model_type={kind!r:.80} is not supported"
                 f" (supported: {', '.join(texts)})"
@@ -275,7 +275,8 @@ def _is_base(value: Any) -> bool:
 def read_granite_hybrid(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of Granite 4 whose layers are all attention and have no experts."""
     reader.only("num_local_experts", (0,), 8)
-    kinds = reader.raw.get("layer_types") or reader.raw.get("layers_block_type") or ["mamba"]
+    given = reader.raw.get("layer_types") or reader.raw.get("layers_block_type") or ["mamba"]
+    kinds = given if isinstance(given, list) else [given]
     wrong = [kind for kind in kinds if kind not in ("attention", "full_attention")]
     if wrong:
         reader.problems.append(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from infer.models.families import GELU_TANH, LAYER_NORM, decoder, read_dtype
 from infer.models.layer_forms import LayerForm, NormForm, TensorLayout
@@ -99,21 +100,31 @@ def read_gptj(architecture: str, reader: ConfigReader) -> ModelConfig:
     )
 
 
+def _kinds_of_layers(types: Any, count: int) -> list[str]:
+    """For each of `count` layers "global" or "local"; none where `types` does not say that."""
+    kinds = list[str]()
+    for entry in types if isinstance(types, list) else ():
+        match entry:
+            case [[*some], int(times)] if len(some) * times <= count - len(kinds):
+                kinds += some * min(times, count)
+            case _:
+                return []
+    is_whole = len(kinds) == count and all(kind in ("global", "local") for kind in kinds)
+    return kinds if is_whole else []
+
+
 def read_gpt_neo(architecture: str, reader: ConfigReader) -> ModelConfig:
     """The config of GPT-Neo: windows in every other layer, and scores without a scale."""
     reader.use_defaults(tie_word_embeddings=True)
     types = reader.raw.get("attention_types") or [[["global", "local"], 12]]
-    try:
-        kinds = [kind for some, times in types for _ in range(times) for kind in some]
-    except (TypeError, ValueError):
-        kinds = []
     fields = {
         "n_embd": reader.size("hidden_size"),
         "n_head": reader.size("num_heads"),
         "n_layer": reader.size("num_layers", most=MAX_LAYERS),
         "n_positions": reader.size("max_position_embeddings", 2048),
     }
-    if len(kinds) != fields["n_layer"] or set(kinds) - {"global", "local"}:
+    kinds = _kinds_of_layers(types, fields["n_layer"])
+    if not kinds:
         reader.problems.append(
             f"attention_types must give global or local for each layer, not {types!r:.80}"
         )
