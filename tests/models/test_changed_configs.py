@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -37,8 +36,6 @@ QUANTIZED: dict[str, dict[str, Any]] = {
         },
     },
 }
-LONGEST_S = 2.0
-"""Of CPU, for one config; the usual one takes a millisecond."""
 
 
 def config_of(family: str) -> Any:
@@ -46,24 +43,21 @@ def config_of(family: str) -> Any:
     return {**config, "architectures": [architecture_of(family)]}
 
 
-def check(raw: Any, told: str) -> bool:
+def is_read(raw: Any) -> bool:
     """Whether a config is read; otherwise it is refused."""
-    started_s = time.process_time()
     try:
         tensors_of(parse_model_config(raw, "config.json"))
     except LoadError:
         return False
-    finally:
-        assert time.process_time() - started_s < LONGEST_S, told
     return True
 
 
 def walk(raw: Any, changes: list[Any], told: str) -> None:
-    assert check(raw, told)
+    assert is_read(raw)
     for change in changes:
         if isinstance(change, dict):
             try:
-                check(change, told)
+                is_read(change)
             except Exception as error:
                 error.add_note(f"{told}: {json.dumps(change)}")
                 raise
@@ -100,4 +94,4 @@ def test_what_was_no_load_error(family: str, changed: dict[str, Any]) -> None:
     raw = config_of(family)
     for name, value in changed.items():
         raw[name] = {**raw[name], **value} if isinstance(value, dict) else value
-    assert not check(raw, family)
+    assert not is_read(raw)
