@@ -155,6 +155,7 @@ def test_messages_are_not_changed_in_place() -> None:
     assert made == [{"role": "system", "content": "a\n\nb", "name": "n"}, QUESTION]
     assert [m["content"] for m in messages] == ["a", "", "b"]
     assert in_one([QUESTION]) == [QUESTION]
+    assert in_one([]) == []
     # Parts are text, without white space that nobody wrote.
     two = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind."}]
     assert in_one([{"role": "system", "content": two}, messages[2]])[0]["content"] == (

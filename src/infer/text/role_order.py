@@ -201,7 +201,8 @@ def in_order(messages: Sequence[Message], order: RoleOrder) -> list[Message]:
     lacks_user = (not rest or rest[0].get("role") == "assistant") and (
         not made or made[-1].get("role") == "system"
     )
-    takes = order.takes_answer_first if rest else made and order.takes_system_alone
+    takes_alone = order.takes_system_alone and (made or not messages)
+    takes = order.takes_answer_first if rest else takes_alone
     if lacks_user and not takes:
         rest = [{"role": "user", "content": ""}, *rest]
     for turn in rest:
