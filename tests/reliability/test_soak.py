@@ -4,7 +4,9 @@ The first third is warm-up. After it all pages of the cache have been used and i
 latest traces and waiting times are full, and so are the interpreter's free lists (2,000 tuples of
 each length; the rare lengths fill slowly). From then on the trend of memory is the median of the
 slopes between any two windows (Theil and Sen): a single step between two levels does not change it,
-but continued growth does, whatever the noise.
+but continued growth does, whatever the noise. (A step in the middle does, and two may.) Before
+that, requests without further options make the engine try whether it is faster a step ahead: else
+the thread that computes such steps takes its memory in the mixed load, at any time.
 """
 
 from __future__ import annotations
@@ -35,6 +37,16 @@ from tests.support.server_process import (
 CLIENTS = 24
 WINDOWS = 40
 """Number of windows in the time after the warm-up; the median of each counts."""
+PLAIN = {
+    "prompt": "Once upon a time " * 20,
+    "max_tokens": 300,
+    "temperature": 0.8,
+    "top_k": 20,
+    "top_p": 0.9,
+    "ignore_eos": True,
+    "stream": True,
+}
+"""A request that does not keep steps from going ahead; longer than those of the mixed load."""
 MEMORY = {"of the server": "memory", "of the engine": "engine_memory"}
 
 
@@ -42,6 +54,9 @@ async def soak(server: Served, minutes: float) -> dict[str, Any]:
     """20 % of the requests are left early, 5 % are invalid, a third shares a prompt with others."""
     wanted = bodies(60, 80)
     calm = await asyncio.gather(*[follow(server.port, body) for body in wanted])
+    for count in (CLIENTS, CLIENTS // 2, CLIENTS // 4, CLIENTS // 8):
+        heard = await asyncio.gather(*[follow(server.port, PLAIN) for _ in range(count)])
+        assert all(one.is_done for one in heard), heard
     await server.stats()
     await asyncio.sleep(1)
     baseline = await server.stats()
